@@ -2,18 +2,24 @@
 
 Public API, loaded on first use so that ``import msattn`` is fast and does not import torch:
 
-- ``msattn.attach``: context manager that runs a Hugging Face model with sparse attention through trained artifacts.
-- ``msattn.enable``, ``msattn.disable``: the same without a context, e.g. in a server; ``msattn.enabled`` has its ``stats()``.
-- ``msattn.register``: lets transformers load models with ``from_pretrained(..., attn_implementation="msattn")``.
-- ``msattn.load``: loads an artifact (gate, k-means, query classifier) from a folder or the Hub, and checks it.
+- ``msattn.attach``: context manager that runs a Hugging Face model with sparse attention through
+  trained artifacts.
+- ``msattn.enable``, ``msattn.disable``: the same without a context, e.g. in a server;
+  ``msattn.enabled`` has its ``stats()``.
+- ``msattn.register``: lets transformers load models with
+  ``from_pretrained(..., attn_implementation="msattn")``.
+- ``msattn.load``: loads an artifact (gate, k-means, query classifier) from a folder or the Hub, and
+  checks it.
 - ``msattn.SelectConfig``: policy that selects the blocks of a prompt that are read.
-- ``msattn.Selection``: a policy, e.g. ``msattn.TopK``, with a scorer of your own, derived from ``msattn.UntrainedScorer``; its
-  tools are ``msattn.aligned_blocks``, ``msattn.normalize_rows`` and ``msattn.calibrate_blocks``.
+- ``msattn.Selection``: a policy, e.g. ``msattn.TopK``, with a scorer of your own, derived from
+  ``msattn.UntrainedScorer``; its tools are ``msattn.aligned_blocks``, ``msattn.normalize_rows`` and
+  ``msattn.calibrate_blocks``.
 - ``msattn.EMBEDDED``: path of the small model that ships with msattn.
-- ``msattn.UserError``: a ``ValueError``, raised for every mistake that the caller can correct; ``msattn.ModelWarning``: a
-  warning about a model or its artifacts.
-- ``msattn.<operation>``: each attention operation, e.g. ``msattn.block_sparse_attention(q, k, v, mask)``. Some
-  take a ``msattn.PagedKeys``, ``msattn.BucketIndex`` (of ``msattn.build_bucket_index``) or ``msattn.ScoreMod``.
+- ``msattn.UserError``: a ``ValueError``, raised for every mistake that the caller can correct;
+  ``msattn.ModelWarning``: a warning about a model or its artifacts.
+- ``msattn.<operation>``: each attention operation, e.g.
+  ``msattn.block_sparse_attention(q, k, v, mask)``. Some take a ``msattn.PagedKeys``,
+  ``msattn.BucketIndex`` (of ``msattn.build_bucket_index``) or ``msattn.ScoreMod``.
 """
 
 from importlib import import_module
@@ -74,11 +80,16 @@ _OTHERS = {
 _MODULES = {name: operation.module for name, operation in OPERATIONS.items()}
 _MODULES |= {name: module for module, names in _OTHERS.items() for name in names}
 __all__ = [
-    "EMBEDDED", "BucketIndex", "ModelWarning", "PagedKeys", "ScoreMod", "SelectConfig", "Selection", "TopK",
-    "UntrainedScorer", "UserError", "__version__", "aligned_blocks", "attach", "best_blocks", "block_sparse_attention",
-    "bucket_decode", "bucket_mass", "build_bucket_index", "calibrate_blocks", "conv_attention", "conv_decode", "disable",
-    "enable", "enabled", "flash_decode", "gate_scores", "head_mix_attention", "load", "maxpool_attention", "merge_states",
-    "multiscale_attention", "nearest_centroid", "normalize_rows", "paged_block_sparse_attention", "paged_bucket_decode",
+    "EMBEDDED", "BucketIndex", "ModelWarning", "PagedKeys", "ScoreMod", "SelectConfig", "Selection",
+    "TopK",
+    "UntrainedScorer", "UserError", "__version__", "aligned_blocks", "attach", "best_blocks",
+    "block_sparse_attention",
+    "bucket_decode", "bucket_mass", "build_bucket_index", "calibrate_blocks", "conv_attention",
+    "conv_decode", "disable",
+    "enable", "enabled", "flash_decode", "gate_scores", "head_mix_attention", "load",
+    "maxpool_attention", "merge_states",
+    "multiscale_attention", "nearest_centroid", "normalize_rows", "paged_block_sparse_attention",
+    "paged_bucket_decode",
     "paged_bucket_sizes", "paged_flash_decode", "pool_blocks", "probe_buckets", "register",
 ]  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""The ``msattn`` command line, where each command composes a configuration and runs one job with it.
+"""The ``msattn`` command line, where each command composes a configuration and runs one job with
+it.
 
 Exit codes: 0 success, 1 fault, 2 user error (one line on stderr), 130 interrupted, 143 terminated.
 """
@@ -61,18 +62,40 @@ def _complete_topic(ctx: typer.Context, incomplete: str) -> list[str]:
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Hydra overrides: group=option, key=value.", autocompletion=_complete, show_default=False),
+    typer.Argument(
+        help="Hydra overrides: group=option, key=value.",
+        autocompletion=_complete,
+        show_default=False,
+    ),
 ]
-ConfigDir = Annotated[Path | None, typer.Option(help="An additional folder of configuration groups.", show_default=False)]
+ConfigDir = Annotated[
+    Path | None,
+    typer.Option(help="An additional folder of configuration groups.", show_default=False),
+]
 Section = Literal["job", "hydra", "all"] | None
-Cfg = Annotated[Section, typer.Option(help="Print the composed configuration and exit.", show_default=False)]
-Multirun = Annotated[bool, typer.Option("--multirun", "-m", help="Run one job for each combination of comma-separated values.")]
+Cfg = Annotated[
+    Section, typer.Option(help="Print the composed configuration and exit.", show_default=False)
+]
+Multirun = Annotated[
+    bool,
+    typer.Option(
+        "--multirun", "-m", help="Run one job for each combination of comma-separated values."
+    ),
+]
 Model = Annotated[
     str | None,
-    typer.Option(help="Your own model: a folder, a GGUF file or a Hub id.", autocompletion=_complete_model, show_default=False),
+    typer.Option(
+        help="Your own model: a folder, a GGUF file or a Hub id.",
+        autocompletion=_complete_model,
+        show_default=False,
+    ),
 ]
 Data = Annotated[
-    str | None, typer.Option(help="Your own text: a txt, md, jsonl or parquet file, a folder or a glob.", show_default=False)
+    str | None,
+    typer.Option(
+        help="Your own text: a txt, md, jsonl or parquet file, a folder or a glob.",
+        show_default=False,
+    ),
 ]
 
 app = typer.Typer(
@@ -93,14 +116,22 @@ def _print_version(wanted: bool) -> None:
 
 
 Topic = Annotated[
-    str | None, typer.Argument(help="A command, a group or a key.", autocompletion=_complete_topic, show_default=False)
+    str | None,
+    typer.Argument(
+        help="A command, a group or a key.", autocompletion=_complete_topic, show_default=False
+    ),
 ]
-Version = Annotated[bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)]
+Version = Annotated[
+    bool,
+    typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True),
+]
 
 
 @app.callback()
 def options(version: Version = False) -> None:
-    """Sparse attention for long-context language models: train, evaluate and use gates and query classifiers."""
+    """Sparse attention for long-context language models: train, evaluate and use gates and query
+    classifiers.
+    """
     from msattn.trainer.errors import check_working_directory
 
     check_working_directory()
@@ -108,7 +139,9 @@ def options(version: Version = False) -> None:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Turns Ctrl-C and SIGTERM into exit codes and prints the job's message, e.g. the path of its checkpoint."""
+    """Turns Ctrl-C and SIGTERM into exit codes and prints the job's message, e.g. the path of its
+    checkpoint.
+    """
     from msattn.trainer.errors import report_error
 
     try:
@@ -158,11 +191,16 @@ def _add_job(command: str, purpose: str) -> None:
 
 
 for _command, _purpose in {
-    "train-gate": "Train gates, which select key blocks for prompts. A gate scores each pair of blocks (SeerAttention).",
-    "fit-kmeans": "Cluster keys into buckets with spherical k-means. Each key/value head has its own buckets.",
-    "train-qmodel": "Train query classifiers, which select buckets. A new token reads only some buckets of keys (SAAP).",
-    "finetune": "Train all weights of a model with sparse attention. Uses long text and gates, or dense attention.",
-    "eval": "Measure artifacts; write a verdict, tables and figures. Compares them with training-free baselines.",
+    "train-gate": "Train gates, which select key blocks for prompts. A gate scores each pair of "
+    "blocks (SeerAttention).",
+    "fit-kmeans": "Cluster keys into buckets with spherical k-means. Each key/value head has its "
+    "own buckets.",
+    "train-qmodel": "Train query classifiers, which select buckets. A new token reads only some "
+    "buckets of keys (SAAP).",
+    "finetune": "Train all weights of a model with sparse attention. Uses long text and gates, or "
+    "dense attention.",
+    "eval": "Measure artifacts; write a verdict, tables and figures. Compares them with "
+    "training-free baselines.",
 }.items():
     _add_job(_command, _purpose)
 
@@ -170,10 +208,17 @@ for _command, _purpose in {
 @app.command("generate", cls=ConfiguredCommand)
 def generate(
     overrides: Overrides = None,
-    prompt: Annotated[str | None, typer.Option(help="Text of the prompt.", show_default=False)] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="UTF-8 file with the prompt.", show_default=False)] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text of the prompt.", show_default=False)
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="UTF-8 file with the prompt.", show_default=False)
+    ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Chat on this terminal with one KV cache; the prompt is optional.")
+        bool,
+        typer.Option(
+            "--chat", help="Chat on this terminal with one KV cache; the prompt is optional."
+        ),
     ] = False,
     model: Model = None,
     config_dir: ConfigDir = None,
@@ -186,7 +231,9 @@ def generate(
 
     if chat and multirun:
         raise UserError("--chat: only one chat runs at a time; remove --multirun")
-    text = "" if cfg or (chat and prompt is prompt_file is None) else read_prompt(prompt, prompt_file)
+    text = (
+        "" if cfg or (chat and prompt is prompt_file is None) else read_prompt(prompt, prompt_file)
+    )
     _run("generate", overrides, config_dir, cfg, multirun, model, prompt=text, chat=chat)
 
 
@@ -194,33 +241,58 @@ def generate(
 def serve(
     overrides: Overrides = None,
     model: Model = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")] = "127.0.0.1",
-    port: Annotated[str, typer.Option(metavar="INTEGER", help="Port to listen on; 0 takes a free one.")] = "8000",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 is every network.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        str, typer.Option(metavar="INTEGER", help="Port to listen on; 0 takes a free one.")
+    ] = "8000",
     api_key: Annotated[
-        str | None, typer.Option(envvar="MSATTN_API_KEY", help="API key that requests must send.", show_default=False)
+        str | None,
+        typer.Option(
+            envvar="MSATTN_API_KEY", help="API key that requests must send.", show_default=False
+        ),
     ] = None,
     config_dir: ConfigDir = None,
     cfg: Cfg = None,
 ) -> None:
-    """Serve a model over HTTP with sparse attention. The API is OpenAI's; Ctrl-C lets running requests finish."""
+    """Serve a model over HTTP with sparse attention. The API is OpenAI's; Ctrl-C lets running
+    requests finish.
+    """
     _run("serve", overrides, config_dir, cfg, False, model, host=host, port=port, api_key=api_key)
 
 
 @app.command("train-mta", cls=ConfiguredCommand)
-def train_mta(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
-    """Train a small model with multi-token attention. Starts from random weights, on a retrieval task."""
+def train_mta(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    cfg: Cfg = None,
+    multirun: Multirun = False,
+) -> None:
+    """Train a small model with multi-token attention. Starts from random weights, on a retrieval
+    task.
+    """
     _run("train-mta", overrides, config_dir, cfg, multirun)
 
 
 @app.command("bench", cls=ConfiguredCommand)
-def bench(overrides: Overrides = None, config_dir: ConfigDir = None, cfg: Cfg = None, multirun: Multirun = False) -> None:
-    """Time an operation and competing implementations. Checks the operation against its reference first."""
+def bench(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    cfg: Cfg = None,
+    multirun: Multirun = False,
+) -> None:
+    """Time an operation and competing implementations. Checks the operation against its reference
+    first.
+    """
     _run("bench", overrides, config_dir, cfg, multirun)
 
 
 @app.command("demo")
 def demo(overrides: Overrides = None) -> None:
-    """Train and evaluate on the embedded model, in minutes. Runs on any machine, without a download."""
+    """Train and evaluate on the embedded model, in minutes. Runs on any machine, without a
+    download.
+    """
     from msattn.trainer.commands.demo import demo as run
 
     with _stopped_by_signals():
@@ -229,11 +301,18 @@ def demo(overrides: Overrides = None) -> None:
 
 @app.command("push")
 def push(
-    folder: Annotated[str, typer.Argument(help="The folder of an artifact, or of a run such as outputs/llama3/base.")],
+    folder: Annotated[
+        str,
+        typer.Argument(help="The folder of an artifact, or of a run such as outputs/llama3/base."),
+    ],
     repository: Annotated[str, typer.Argument(help="The repository on the Hub, as owner/name.")],
-    private: Annotated[bool, typer.Option("--private", help="Create a private repository.")] = False,
+    private: Annotated[
+        bool, typer.Option("--private", help="Create a private repository.")
+    ] = False,
 ) -> None:
-    """Upload artifacts to the Hugging Face Hub. Makes one commit with model cards; uses the token of hf auth login."""
+    """Upload artifacts to the Hugging Face Hub. Makes one commit with model cards; uses the token
+    of hf auth login.
+    """
     from msattn.trainer.commands.artifacts import push as run
 
     with _stopped_by_signals():
@@ -242,12 +321,22 @@ def push(
 
 @app.command("configure")
 def configure(
-    model: Annotated[str, typer.Argument(help="The folder of a model.", autocompletion=_complete_model, show_default=False)],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="The folder of a model.", autocompletion=_complete_model, show_default=False
+        ),
+    ],
     settings: Annotated[
-        list[str] | None, typer.Argument(help="Options of attach: gate=PATH, select=NAME, sparsity=0.8, qmodel=PATH.")
+        list[str] | None,
+        typer.Argument(
+            help="Options of attach: gate=PATH, select=NAME, sparsity=0.8, qmodel=PATH."
+        ),
     ] = None,
 ) -> None:
-    """Write msattn settings into a model's config.json. For attn_implementation="msattn" in transformers, and for vLLM."""
+    """Write msattn settings into a model's config.json. For attn_implementation="msattn" in
+    transformers, and for vLLM.
+    """
     from msattn.trainer.commands.artifacts import configure as run
 
     with _stopped_by_signals():
@@ -257,18 +346,26 @@ def configure(
 @app.command("import-gate")
 def import_gate(
     source: Annotated[
-        str, typer.Argument(help="A folder or Hub id such as SeerAttention/SeerAttention-Llama-3.1-8B-AttnGates.")
+        str,
+        typer.Argument(
+            help="A folder or Hub id such as SeerAttention/SeerAttention-Llama-3.1-8B-AttnGates."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="The folder of the new artifact.", show_default=False)],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an artifact in that folder.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an artifact in that folder.")
+    ] = False,
     finished_at: Annotated[
         Literal["first", "last"] | None,
         typer.Option(
-            help="Position for RoPE of a decode gate's block that new tokens complete; default: last, as the authors."
+            help="Position for RoPE of a decode gate's block that new tokens complete; default: "
+            "last, as the authors."
         ),
     ] = None,
 ) -> None:
-    """Import gates released by SeerAttention's authors as an artifact. For prefill or decoding; runs none of their code."""
+    """Import gates released by SeerAttention's authors as an artifact. For prefill or decoding;
+    runs none of their code.
+    """
     from msattn.trainer.commands.artifacts import import_gate as run
 
     with _stopped_by_signals():
@@ -279,11 +376,18 @@ def import_gate(
 def doctor(
     argument: Annotated[
         str | None,
-        typer.Argument(metavar="[MODEL]", help="The same as --model.", autocompletion=_complete_model, show_default=False),
+        typer.Argument(
+            metavar="[MODEL]",
+            help="The same as --model.",
+            autocompletion=_complete_model,
+            show_default=False,
+        ),
     ] = None,
     model: Model = None,
 ) -> None:
-    """Check what this machine can run, or which layers of a model can be sparse. Prints how to install what is missing."""
+    """Check what this machine can run, or which layers of a model can be sparse. Prints how to
+    install what is missing.
+    """
     from msattn.trainer.commands.doctor import doctor as run
     from msattn.trainer.commands.doctor_model import doctor_model
     from msattn.trainer.errors import UserError
@@ -309,7 +413,8 @@ def explain(ctx: typer.Context, topic: Topic = None) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """Runs ``msattn`` with ``arguments`` (default: the process's own) and exits."""
     if arguments is None:  # the process has no other purpose, so signals stay handled until it ends
-        atexit.register(handle, signal.SIG_IGN)  # the last callback; later no function would be called
+        # the last callback; later no function would be called
+        atexit.register(handle, signal.SIG_IGN)
         handle(end_at_once)
         _open_streams()
         _main(sys.argv[1:])
@@ -318,14 +423,22 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _open_streams() -> None:
-    """Opens standard streams that were closed, e.g. with ``>&-``, so that no file of the job gets their descriptor."""
+    """Opens standard streams that were closed, e.g. with ``>&-``, so that no file of the job gets
+    their descriptor.
+    """
     for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # to the end of the process
 
 
 def _main(arguments: list[str]) -> NoReturn:
-    from msattn.trainer.errors import Fault, UserError, exit_process, named_output_errors, report_error
+    from msattn.trainer.errors import (
+        Fault,
+        UserError,
+        exit_process,
+        named_output_errors,
+        report_error,
+    )
 
     try:
         with named_output_errors():

@@ -1,8 +1,10 @@
-"""Builds the site from the documents as they are: mkdocs calls the ``on_`` functions, mkdocstrings the ``Runtime`` extension.
+"""Builds the site from the documents as they are: mkdocs calls the ``on_`` functions, mkdocstrings
+the ``Runtime`` extension.
 
-Documents are written for GitHub. Here README.md becomes the home page, links to other files of the repository lead to GitHub,
-and ``<picture>`` becomes the two images between which the site's palette chooses. Pages of the reference are made from the
-package: its public functions, and the help of its command line.
+Documents are written for GitHub. Here README.md becomes the home page, links to other files of the
+repository lead to GitHub, and ``<picture>`` becomes the two images between which the site's palette
+chooses. Pages of the reference are made from the package: its public functions, and the help of its
+command line.
 """
 
 import inspect
@@ -24,15 +26,21 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "build/package/msattn"  # mkdocs.yml names it
-MOVED = {"README.md": "index.md", "CHANGELOG.md": "changes.md"}  # documents outside docs/, and their places in the site
+# documents outside docs/, and their places in the site
+MOVED = {"README.md": "index.md", "CHANGELOG.md": "changes.md"}
 PICTURE = re.compile(
-    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(.*?)">\s*<img (.*?)>\s*</picture>', re.DOTALL
+    r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="(.*?)">\s*<img '
+    r"(.*?)>\s*</picture>",
+    re.DOTALL,
 )
-LINK = re.compile(r"^```.*?^```|`[^`\n]+`|(\]\()([^)#:\s]+)(?=[)#])", re.DOTALL | re.MULTILINE)  # or code, which stays
+# or code, which stays
+LINK = re.compile(r"^```.*?^```|`[^`\n]+`|(\]\()([^)#:\s]+)(?=[)#])", re.DOTALL | re.MULTILINE)
 
 
 def on_startup(command: str, dirty: bool) -> None:
-    """Makes a folder of links in which mkdocstrings, which imports nothing, finds the package msattn alone."""
+    """Makes a folder of links in which mkdocstrings, which imports nothing, finds the package
+    msattn alone.
+    """
     shutil.rmtree(PACKAGE, ignore_errors=True)
     (PACKAGE / "kernels").mkdir(parents=True)
     (PACKAGE / "kernels/__init__.py").touch()
@@ -44,7 +52,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the documents outside ``docs/``, and the pages of the reference."""
     for source, page in MOVED.items():
         files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
-    for name, write in (("python", python), ("kernels", kernels), ("commands", commands), ("settings", settings)):
+    for name, write in (
+        ("python", python),
+        ("kernels", kernels),
+        ("commands", commands),
+        ("settings", settings),
+    ):
         files.append(File.generated(config, f"reference/{name}.md", content=write()))
     return files
 
@@ -56,8 +69,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     folder = Path(page.file.abs_src_path).parent
     markdown = PICTURE.sub(picture, markdown)
     if "<picture" in markdown:
-        raise PluginError(f"{page.file.src_uri}: a <picture> is not in the form that docs/site.py reads")
-    return LINK.sub(partial(link, folder, posixpath.dirname(page.file.src_uri), str(config.repo_url)), markdown)
+        raise PluginError(
+            f"{page.file.src_uri}: a <picture> is not in the form that docs/site.py reads"
+        )
+    return LINK.sub(
+        partial(link, folder, posixpath.dirname(page.file.src_uri), str(config.repo_url)), markdown
+    )
 
 
 def picture(found: re.Match[str]) -> str:
@@ -68,7 +85,9 @@ def picture(found: re.Match[str]) -> str:
 
 
 def link(folder: Path, here: str, repository: str, found: re.Match[str]) -> str:
-    """Returns the beginning of a link, from a page in the folder ``here`` of the site, to a file that ``folder`` names."""
+    """Returns the beginning of a link, from a page in the folder ``here`` of the site, to a file
+    that ``folder`` names.
+    """
     path = (folder / (found[2] or "")).resolve()
     if not found[2] or not path.is_relative_to(ROOT) or not path.exists():
         return found[0]  # code, or a link that mkdocs reports
@@ -86,11 +105,17 @@ def python() -> str:
     from msattn import __all__
     from msattn.kernels.operations import OPERATIONS
 
-    names = sorted(set(__all__) - {*OPERATIONS, "__version__"}, key=lambda name: (name[0].isupper(), name))
+    names = sorted(
+        set(__all__) - {*OPERATIONS, "__version__"}, key=lambda name: (name[0].isupper(), name)
+    )
     members = {"SelectConfig": "[with_policy]", "Selection": "[from_config]"}
-    members |= {"UntrainedScorer": "[sizes, visible, first_query]", "trainer.serving.attach.Sparse": "[stats, batching_config]"}
+    members |= {
+        "UntrainedScorer": "[sizes, visible, first_query]",
+        "trainer.serving.attach.Sparse": "[stats, batching_config]",
+    }
     blocks = (
-        f"::: msattn.{name}\n    options: {{members: {members.get(name, '[]')}}}" for name in dict.fromkeys([*names, *members])
+        f"::: msattn.{name}\n    options: {{members: {members.get(name, '[]')}}}"
+        for name in dict.fromkeys([*names, *members])
     )
     return "# Python API\n\n" + "\n\n".join(blocks)
 
@@ -99,7 +124,9 @@ def kernels() -> str:
     from msattn.kernels.operations import OPERATIONS
 
     about = "Maths, examples, cost and limits of each operation are in [kernels](../kernels.md)."
-    return f"# Kernels API\n\n{about}\n\n" + "\n\n".join(f"::: msattn.{name}" for name in sorted(OPERATIONS))
+    return f"# Kernels API\n\n{about}\n\n" + "\n\n".join(
+        f"::: msattn.{name}" for name in sorted(OPERATIONS)
+    )
 
 
 def commands() -> str:
@@ -124,7 +151,13 @@ def help_pages(title: str, command: str, topics: Iterable[str]) -> str:
 
     text = f"# {title}\n"
     for shown in map(command.format, topics):
-        done = CliRunner().invoke(app, shlex.split(shown)[1:], env={"COLUMNS": "80"}, terminal_width=80, catch_exceptions=False)
+        done = CliRunner().invoke(
+            app,
+            shlex.split(shown)[1:],
+            env={"COLUMNS": "80"},
+            terminal_width=80,
+            catch_exceptions=False,
+        )
         text += f"\n## {shown}\n\n```text\n{done.output.strip()}\n```\n"
     return text
 
@@ -138,7 +171,11 @@ class Runtime(griffe.Extension):
             func.docstring.value = inspect.getdoc(function)
             func.parameters = griffe.Parameters(
                 *(
-                    griffe.Parameter(name, kind=griffe.ParameterKind(each.kind.description), default=default(each))
+                    griffe.Parameter(
+                        name,
+                        kind=griffe.ParameterKind(each.kind.description),
+                        default=default(each),
+                    )
                     for name, each in inspect.signature(function).parameters.items()
                 )
             )
@@ -150,12 +187,18 @@ class Runtime(griffe.Extension):
         if obj.path.startswith("msattn.trainer"):  # "name : description" in one line
             text = re.sub(r"^( *)(\**\w+) : ", r"\1\2\n\1    ", text, flags=re.MULTILINE)
         else:  # types with shapes
-            text = re.sub(r"^[\w, ]+ : .*$", lambda line: line[0].replace("``", ""), text, flags=re.MULTILINE)
+            text = re.sub(
+                r"^[\w, ]+ : .*$", lambda line: line[0].replace("``", ""), text, flags=re.MULTILINE
+            )
         obj.docstring.value = text
         sections = obj.docstring.parse("numpy")
         for section in sections:
-            for each in section.value if section.kind is griffe.DocstringSectionKind.parameters else ():
-                each.value = None  # griffe takes a default of one of several names, or the first choice; the signature has them
+            for each in (
+                section.value if section.kind is griffe.DocstringSectionKind.parameters else ()
+            ):
+                # griffe takes a default of one of several names, or the first choice; the signature
+                # has them
+                each.value = None
         vars(obj.docstring)["parsed"] = sections
 
 

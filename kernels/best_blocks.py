@@ -2,11 +2,12 @@
 
     block_softmax(logits)[r, c] = exp(logits[r, c]) / sum over the visible c' of exp(logits[r, c'])
     best_blocks(scores)[r, c]   = c is visible, and in always, or among the counts[r] first blocks,
-                                  or scores[r, c] >= threshold * v ** exponent * (1 - above / v) ** edge_exponent,
-                                  where v > above blocks are visible in r
+                                  or scores[r, c] >= threshold * v ** exponent * (1 - above / v) **
+                                  edge_exponent, where v > above blocks are visible in r
 
-A program owns a row. The best blocks are found without sorting: bisection over the bits of the scores finds the smallest score
-to select. If this score is tied, the first of the tied blocks are selected.
+A program owns a row. The best blocks are found without sorting: bisection over the bits of the
+scores finds the smallest score to select. If this score is tied, the first of the tied blocks are
+selected.
 """
 
 import math
@@ -32,7 +33,8 @@ def block_softmax(logits: Tensor, visible: Tensor, *, backend: Backend | None = 
     Parameters
     ----------
     logits : Tensor ``[B, H, Tr, Tc]``
-        fp32 (fp64 on the torch backend), finite, with contiguous rows; up to 65,536 columns on the Triton backend.
+        fp32 (fp64 on the torch backend), finite, with contiguous rows; up to 65,536 columns on the
+        Triton backend.
     visible : Tensor bool ``[B | 1, 1, Tr, Tc]``
         Blocks that enter the softmax.
     backend : {"triton", "torch"}, optional
@@ -68,15 +70,17 @@ def best_blocks(
 ) -> Tensor:
     """Selects the ``counts`` best visible blocks of each row.
 
-    Blocks in ``always`` rank first, the others by score. Of blocks with equal scores, the first ranks higher.
+    Blocks in ``always`` rank first, the others by score. Of blocks with equal scores, the first
+    ranks higher.
 
     Parameters
     ----------
     scores : Tensor ``[B, H, Tr, Tc]``
-        fp32 (fp64 on the torch backend), finite, with contiguous rows; up to 65,536 columns on the Triton backend.
+        fp32 (fp64 on the torch backend), finite, with contiguous rows; up to 65,536 columns on the
+        Triton backend.
     counts : Tensor int32 ``[B | 1, 1, Tr, 1]``
-        Number of blocks per row, 0 or more. A row with fewer visible blocks selects them all; a row with more visible blocks in
-        ``always`` selects all of those.
+        Number of blocks per row, 0 or more. A row with fewer visible blocks selects them all; a row
+        with more visible blocks in ``always`` selects all of those.
     visible, always : Tensor bool ``[B | 1, 1, Tr, Tc]``
         Blocks that may be selected, and those of them that must be.
     threshold, exponent, edge_exponent, above : float
@@ -100,17 +104,22 @@ def best_blocks(
     _check_rows("counts", counts, scores, torch.int32, 1)
     _check_rows("visible", visible, scores, torch.bool, scores.shape[3])
     _check_rows("always", always, scores, torch.bool, scores.shape[3])
-    return _best_operator(scores, counts, visible, always, threshold, exponent, edge_exponent, above, backend)
+    return _best_operator(
+        scores, counts, visible, always, threshold, exponent, edge_exponent, above, backend
+    )
 
 
 def _check_scores(name: str, x: Tensor, backend: Backend) -> None:
     if x.dim() != 4 or min(x.shape) < 1 or x.dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"{name} is {x.dtype} {tuple(x.shape)}: expected float32 (or float64) [batch, heads, row blocks, column blocks], "
+            f"{name} is {x.dtype} {tuple(x.shape)}: expected float32 (or float64) [batch, heads, "
+            f"row blocks, column blocks], "
             "each size at least 1"
         )
     if backend == "triton" and x.shape[3] > MAX_COLUMNS:
-        raise ValueError(f"{name} has {x.shape[3]} columns: the Triton kernels accept at most {MAX_COLUMNS}")
+        raise ValueError(
+            f"{name} has {x.shape[3]} columns: the Triton kernels accept at most {MAX_COLUMNS}"
+        )
     _check_contiguous_rows(name, x)
 
 
@@ -118,14 +127,19 @@ def _check_rows(name: str, x: Tensor, scores: Tensor, dtype: torch.dtype, cols: 
     batch, _, rows, _ = scores.shape
     if x.dtype != dtype or tuple(x.shape) not in ((1, 1, rows, cols), (batch, 1, rows, cols)):
         expected = str(dtype).removeprefix("torch.")
-        raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {expected} [{batch} or 1, 1, {rows}, {cols}]")
+        raise ValueError(
+            f"{name} is {x.dtype} {tuple(x.shape)}: expected {expected} [{batch} or 1, 1, {rows}, "
+            f"{cols}]"
+        )
     check_device(name, x, "scores", scores)
     _check_contiguous_rows(name, x)
 
 
 def _check_contiguous_rows(name: str, x: Tensor) -> None:
     if x.shape[3] > 1 and x.stride(3) != 1:
-        raise ValueError(f"{name}.stride()={x.stride()}: expected contiguous rows (a last stride of 1)")
+        raise ValueError(
+            f"{name}.stride()={x.stride()}: expected contiguous rows (a last stride of 1)"
+        )
 
 
 def _save(ctx, inputs, output):
@@ -134,7 +148,11 @@ def _save(ctx, inputs, output):
 
 def _softmax_backward(ctx, gradient):
     (probabilities,) = ctx.saved_tensors
-    return torch.ops.aten._softmax_backward_data(gradient, probabilities, -1, probabilities.dtype), None, None
+    return (
+        torch.ops.aten._softmax_backward_data(gradient, probabilities, -1, probabilities.dtype),
+        None,
+        None,
+    )
 
 
 def launch_softmax(logits: Tensor, visible: Tensor) -> Tensor:
@@ -173,10 +191,15 @@ def launch_best(
     return mask
 
 
-_softmax_operator = register_op("block_softmax", launch_softmax, reference.block_softmax, lambda x, *_: x.new_empty(x.shape))
+_softmax_operator = register_op(
+    "block_softmax", launch_softmax, reference.block_softmax, lambda x, *_: x.new_empty(x.shape)
+)
 _softmax_operator.register_autograd(_softmax_backward, setup_context=_save)
 _best_operator = register_op(
-    "best_blocks", launch_best, reference.best_blocks, lambda x, *_: x.new_empty(x.shape, dtype=torch.bool)
+    "best_blocks",
+    launch_best,
+    reference.best_blocks,
+    lambda x, *_: x.new_empty(x.shape, dtype=torch.bool),
 )
 
 
@@ -192,13 +215,18 @@ def _warps(width: int) -> int:
 
 @triton.jit(do_not_specialize=["heads", "rows"])
 def _block_softmax_kernel(
-    logits_ptr, visible_ptr, probabilities_ptr, stride_b, stride_h, stride_r, stride_vb, stride_vr, heads, rows, cols, log2_e,
+    logits_ptr, visible_ptr, probabilities_ptr, stride_b, stride_h, stride_r, stride_vb, stride_vr,
+    heads, rows, cols, log2_e,
     COLS: tl.constexpr,
 ):  # fmt: skip
     pid, b, h, r = _row(heads, rows)
     c = tl.arange(0, COLS)
     visible = tl.load(visible_ptr + b * stride_vb + r * stride_vr + c, mask=c < cols, other=0) != 0
-    s = tl.load(logits_ptr + b * stride_b + h * stride_h + r * stride_r + c, mask=_load_mask(visible, c, cols), other=0.0)
+    s = tl.load(
+        logits_ptr + b * stride_b + h * stride_h + r * stride_r + c,
+        mask=_load_mask(visible, c, cols),
+        other=0.0,
+    )
     s = tl.where(visible, s * log2_e, float("-inf"))
     m = tl.max(s, 0)
     p = tl.exp2(s - tl.where(m == float("-inf"), 0.0, m))  # -inf - -inf is NaN
@@ -207,7 +235,18 @@ def _block_softmax_kernel(
     tl.store(probabilities_ptr + pid * cols + c, p, mask=c < cols)
 
 
-@triton.jit(do_not_specialize=["stride_nb", "stride_nr", "heads", "rows", "threshold", "exponent", "edge_exponent", "above"])
+@triton.jit(
+    do_not_specialize=[
+        "stride_nb",
+        "stride_nr",
+        "heads",
+        "rows",
+        "threshold",
+        "exponent",
+        "edge_exponent",
+        "above",
+    ]
+)
 def _best_blocks_kernel(
     scores_ptr, counts_ptr, visible_ptr, always_ptr, mask_ptr,
     stride_b, stride_h, stride_r, stride_nb, stride_nr, stride_vb, stride_vr, stride_ab, stride_ar,
@@ -216,22 +255,33 @@ def _best_blocks_kernel(
     pid, b, h, r = _row(heads, rows)
     c = tl.arange(0, COLS)
     visible = tl.load(visible_ptr + b * stride_vb + r * stride_vr + c, mask=c < cols, other=0) != 0
-    always = visible & (tl.load(always_ptr + b * stride_ab + r * stride_ar + c, mask=c < cols, other=0) != 0)
-    score = tl.load(scores_ptr + b * stride_b + h * stride_h + r * stride_r + c, mask=_load_mask(visible, c, cols), other=0.0)
+    always = visible & (
+        tl.load(always_ptr + b * stride_ab + r * stride_ar + c, mask=c < cols, other=0) != 0
+    )
+    score = tl.load(
+        scores_ptr + b * stride_b + h * stride_h + r * stride_r + c,
+        mask=_load_mask(visible, c, cols),
+        other=0.0,
+    )
     key = tl.where(visible, tl.where(always, HIGHEST, _ordered_bits(score)), LOWEST)
     seen = tl.sum(visible.to(tl.int32), 0)
     reached = seen
     forced = tl.sum(always.to(tl.int32), 0)
-    wanted = tl.minimum(tl.maximum(tl.load(counts_ptr + b * stride_nb + r * stride_nr), forced), reached)
+    wanted = tl.minimum(
+        tl.maximum(tl.load(counts_ptr + b * stride_nb + r * stride_nr), forced), reached
+    )
     v = tl.maximum(seen, 1).to(tl.float32)
     edge = tl.where(v > above, 1 - above / v, 1.0)
     limit = threshold * tl.exp2(exponent * tl.log2(v) + edge_exponent * tl.log2(edge))
     reaches = visible & (score >= tl.where(v > above, limit, float("inf")))
-    nans = tl.sum((visible & (score != score)).to(tl.int32), 0)  # they rank first, but reach no limit
-    if (nans == 0) & (tl.sum((always | reaches).to(tl.int32), 0) >= wanted):  # the best blocks are among them
+    # they rank first, but reach no limit
+    nans = tl.sum((visible & (score != score)).to(tl.int32), 0)
+    # the best blocks are among them
+    if (nans == 0) & (tl.sum((always | reaches).to(tl.int32), 0) >= wanted):
         wanted = forced
 
-    # Invariant: `reached` >= wanted keys are `low` or larger; fewer, or only those of `always`, are `high` or larger.
+    # Invariant: `reached` >= wanted keys are `low` or larger; fewer, or only those of `always`, are
+    # `high` or larger.
     low = tl.min(tl.where(visible, key, HIGHEST), 0)
     high = tl.max(tl.where(always, LOWEST, key), 0) + 1
     if wanted == forced:  # only the blocks in `always`

@@ -4,13 +4,15 @@ This is Algorithm 2 of SAAP (arXiv 2502.08246).
 
 One query group, the ``G = Hq / Hkv`` query heads of a key/value head, reads a list of keys::
 
-    [ first `sink` keys | last `recent` keys | members of bucket probes[0] | members of probes[1] | ... ]
+    [ first `sink` keys | last `recent` keys | members of bucket probes[0] | of probes[1] | ... ]
 
-This list is not materialized. For up to 64 probes at a time, each program computes the prefix sums of the bucket sizes, takes
-an equal part of the list's positions, and finds the bucket of a position by comparing it with these sums. The time depends on
-the number of keys read, not on the largest bucket. A second kernel merges the partial results of the splits.
+This list is not materialized. For up to 64 probes at a time, each program computes the prefix sums
+of the bucket sizes, takes an equal part of the list's positions, and finds the bucket of a position
+by comparing it with these sums. The time depends on the number of keys read, not on the largest
+bucket. A second kernel merges the partial results of the splits.
 
-Tiles: BH query heads of a group (padded to the 16 rows that tensor cores need), BN keys, BD head size, BL probes.
+Tiles: BH query heads of a group (padded to the 16 rows that tensor cores need), BN keys, BD head
+size, BL probes.
 Grid: (split, key/value head, sequence); then the merge kernel.
 """
 
@@ -20,8 +22,19 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.bucket_checks import check_counts, check_dense_window, check_lists, check_one_query
-from msattn.kernels.common.checks import check_per_sequence, check_qkv, resolve_backend, resolve_scale, resolve_softcap
+from msattn.kernels.common.bucket_checks import (
+    check_counts,
+    check_dense_window,
+    check_lists,
+    check_one_query,
+)
+from msattn.kernels.common.checks import (
+    check_per_sequence,
+    check_qkv,
+    resolve_backend,
+    resolve_scale,
+    resolve_softcap,
+)
 from msattn.kernels.common.decode_tiles import default_tile, dense_window, load_group, store_split
 from msattn.kernels.common.primitives import (
     LOG2_E,
@@ -63,26 +76,30 @@ def bucket_decode(
 ) -> SparseAttention:
     """Computes a decoding step over the dense window and the keys of probed buckets.
 
-    Every key counts once, even if the index lists it inside the dense window or a bucket is probed twice. Entries of the index
-    outside the sequence, ``kv_start[b] <= j < kv_len[b]``, are skipped.
+    Every key counts once, even if the index lists it inside the dense window or a bucket is probed
+    twice. Entries of the index outside the sequence, ``kv_start[b] <= j < kv_len[b]``, are skipped.
 
-    Several queries of one sequence are a batch with its keys, values and index expanded (``k.expand(B, -1, -1, -1)``) and a
-    ``kv_len`` for each query: tensors of stride 0 are not copied.
+    Several queries of one sequence are a batch with its keys, values and index expanded
+    (``k.expand(B, -1, -1, -1)``) and a ``kv_len`` for each query: tensors of stride 0 are not
+    copied.
 
     Parameters
     ----------
     q : Tensor ``[B, Hq, 1, D]``
-        Query of the newest token, at position ``kv_len - 1``; fp32, fp16 or bf16 (fp64 on the torch backend).
+        Query of the newest token, at position ``kv_len - 1``; fp32, fp16 or bf16 (fp64 on the torch
+        backend).
     k, v : Tensor ``[B, Hkv, M, D]``
-        The cache, keys after RoPE; query head h reads head ``h // (Hq // Hkv)``. Strided views are not copied.
+        The cache, keys after RoPE; query head h reads head ``h // (Hq // Hkv)``. Strided views are
+        not copied.
     index : BucketIndex
-        ``offsets`` int32 ``[B, Hkv, C + 1]``, ``order`` int32 ``[B, Hkv, n]``: cache positions, none in two buckets. Entries
-        of ``order`` past the last offset are not read. Both are copied only if their rows are not contiguous.
+        ``offsets`` int32 ``[B, Hkv, C + 1]``, ``order`` int32 ``[B, Hkv, n]``: cache positions,
+        none in two buckets. Entries of ``order`` past the last offset are not read. Both are copied
+        only if their rows are not contiguous.
     probes : Tensor int32 ``[B, Hkv, L]``
         Buckets to read, shared by a query group. -1 means no bucket; L may be 0.
     recent : int or Tensor int32 ``[B]``
-        Number of newest keys that are always read; a tensor if sequences differ, or if it changes between replays of a CUDA
-        graph.
+        Number of newest keys that are always read; a tensor if sequences differ, or if it changes
+        between replays of a CUDA graph.
     sink : int
         Number of first keys after the padding that are always read.
     scale : float, optional
@@ -94,7 +111,8 @@ def bucket_decode(
     kv_len : Tensor int32 ``[B]``, optional
         Number of filled positions among the M, padding included; all by default.
     distinct : bool
-        No bucket is in a row of ``probes`` twice; more than 64 of them then need no sorting. Not checked.
+        No bucket is in a row of ``probes`` twice; more than 64 of them then need no sorting. Not
+        checked.
     counts : Tensor int64 ``[B, Hkv]``, optional
         The number of keys read for each key/value head is added to it, in place. Contiguous.
     backend : {"triton", "torch"}, optional
@@ -103,19 +121,26 @@ def bucket_decode(
     Returns
     -------
     SparseAttention
-        ``out [B, Hq, 1, D]``, ``lse [B, Hq, 1]`` (natural logarithm, fp32); 0 and -inf for a sequence without keys.
+        ``out [B, Hq, 1, D]``, ``lse [B, Hq, 1]`` (natural logarithm, fp32); 0 and -inf for a
+        sequence without keys.
 
     Raises
     ------
     ValueError
-        If an argument is invalid. The values of tensors (probes, lengths, offsets) are checked only by the reference; the
-        kernel reads only inside the cache for any values, and nothing for a probe out of range.
+        If an argument is invalid. The values of tensors (probes, lengths, offsets) are checked only
+        by the reference; the kernel reads only inside the cache for any values, and nothing for a
+        probe out of range.
     NotImplementedError
-        In the backward pass, as the operation is for inference; with ``counts`` it is PyTorch's RuntimeError.
+        In the backward pass, as the operation is for inference; with ``counts`` it is PyTorch's
+        RuntimeError.
     """
     check_qkv(q, k, v)
     check_one_query(q)
-    for name, x, least in (("index.offsets", index.offsets, 2), ("index.order", index.order, 0), ("probes", probes, 0)):
+    for name, x, least in (
+        ("index.offsets", index.offsets, 2),
+        ("index.order", index.order, 0),
+        ("probes", probes, 0),
+    ):
         check_lists(name, x, k.shape[1], least, q)
     check_per_sequence(q, kv_start=kv_start, kv_len=kv_len)
     check_dense_window(recent, sink, q)
@@ -123,7 +148,21 @@ def bucket_decode(
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
     recent_of, recent = (recent, 0) if isinstance(recent, Tensor) else (None, recent)
-    arguments = (q, k, v, *index, probes, recent_of, recent, sink, scale, softcap, kv_start, kv_len, distinct)
+    arguments = (
+        q,
+        k,
+        v,
+        *index,
+        probes,
+        recent_of,
+        recent,
+        sink,
+        scale,
+        softcap,
+        kv_start,
+        kv_len,
+        distinct,
+    )
     if counts is None:
         return SparseAttention(*_operator(*arguments, backend))
     return SparseAttention(*_counting_operator(*arguments, counts, backend))
@@ -148,28 +187,35 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """Launches both kernels.
 
-    The grid depends only on shapes, so that a captured CUDA graph serves any index, probes and lengths.
+    The grid depends only on shapes, so that a captured CUDA graph serves any index, probes and
+    lengths.
     """
     batch, q_heads, _, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
     group, cols = q_heads // kv_heads, padded_head(head)
     tile = default_tile(cols, q.element_size())
     concurrent = tile.programs * num_sms(q.device)
-    splits = one_wave_splits(batch * kv_heads, concurrent, triton.cdiv(num_keys, tile.keys), MAX_SPLITS)
+    splits = one_wave_splits(
+        batch * kv_heads, concurrent, triton.cdiv(num_keys, tile.keys), MAX_SPLITS
+    )
     if probes.shape[2] > MAX_PROBES and not distinct:
         probes = _distinct(probes)
-    offsets, order, probes = (x if x.stride(2) == 1 else x.contiguous() for x in (offsets, order, probes))
+    offsets, order, probes = (
+        x if x.stride(2) == 1 else x.contiguous() for x in (offsets, order, probes)
+    )
 
     part_out = q.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
     part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
     _split_bucket_decode_kernel[(splits, kv_heads, batch)](
-        q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, counts, part_max, part_sum, part_out,
+        q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, counts, part_max, part_sum,
+        part_out,
         q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
         *offsets.stride()[:2], *order.stride()[:2], *probes.stride()[:2],
         group, num_keys, order.shape[2], offsets.shape[2] - 1, probes.shape[2], recent, sink,
         scale * LOG2_E, unscaled_limit(softcap, scale),
         HEAD=head, BH=max(tile.rows, triton.next_power_of_2(group)), BN=tile.keys, BD=cols,
-        BL=max(16, min(MAX_PROBES, triton.next_power_of_2(probes.shape[2]))), PRECISION=precision(q.dtype),
+        BL=max(16, min(MAX_PROBES, triton.next_power_of_2(probes.shape[2]))),
+        PRECISION=precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages, **pdl_args(q.device),
     )  # fmt: skip
     out = q.new_empty((batch, q_heads, 1, head))
@@ -179,21 +225,31 @@ def launch(
 
 
 def _reference(
-    offsets: Tensor, order: Tensor, recent_of: Tensor | None, recent: int, distinct: bool, **others: Any
+    offsets: Tensor,
+    order: Tensor,
+    recent_of: Tensor | None,
+    recent: int,
+    distinct: bool,
+    **others: Any,
 ) -> SparseAttention:
     recently = recent if recent_of is None else recent_of
     return reference.bucket_decode(index=BucketIndex(offsets, order), recent=recently, **others)
 
 
 # PyTorch registers a backward pass only for operators that mutate nothing, hence two operators.
-_operator = register_op("bucket_decode", launch, _reference, empty_decoding, no_gradient=USE_NO_GRAD)
-_counting_operator = register_op("bucket_decode_counts", launch, _reference, empty_decoding, mutates=("counts",))
+_operator = register_op(
+    "bucket_decode", launch, _reference, empty_decoding, no_gradient=USE_NO_GRAD
+)
+_counting_operator = register_op(
+    "bucket_decode_counts", launch, _reference, empty_decoding, mutates=("counts",)
+)
 
 
 def _distinct(probes: Tensor) -> Tensor:
     """Sorts probes and sets repetitions to -1.
 
-    The kernel itself detects repetitions only among the MAX_PROBES probes that it processes at a time.
+    The kernel itself detects repetitions only among the MAX_PROBES probes that it processes at a
+    time.
     """
     probes = probes.sort(-1).values
     repeated = probes.diff(prepend=torch.full_like(probes[..., :1], -1)) == 0
@@ -207,9 +263,11 @@ def _distinct(probes: Tensor) -> Tensor:
     ]
 )  # fmt: skip
 def _split_bucket_decode_kernel(
-    q_ptr, k_ptr, v_ptr, offsets_ptr, order_ptr, probes_ptr, recent_of_ptr, kv_start_ptr, kv_len_ptr, counts_ptr, part_max_ptr,
+    q_ptr, k_ptr, v_ptr, offsets_ptr, order_ptr, probes_ptr, recent_of_ptr, kv_start_ptr,
+    kv_len_ptr, counts_ptr, part_max_ptr,
     part_sum_ptr, part_out_ptr,
-    stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_km, stride_kd, stride_vb, stride_vh, stride_vm, stride_vd,
+    stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_km, stride_kd, stride_vb,
+    stride_vh, stride_vm, stride_vd,
     stride_ob, stride_oh, stride_lb, stride_lh, stride_pb, stride_ph,
     group, num_keys, num_listed, num_buckets, num_probes, recent, sink, scale2, limit,
     HEAD: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,
@@ -218,7 +276,11 @@ def _split_bucket_decode_kernel(
     """Writes one split's result, and adds its number of keys to ``counts``."""
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
-    split, kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    split, kv_head, batch = (
+        tl.program_id(0),
+        tl.program_id(1).to(tl.int64),
+        tl.program_id(2).to(tl.int64),
+    )
     num_splits, kv_heads = tl.num_programs(0), tl.num_programs(1)
     offsets_ptr += batch * stride_ob + kv_head * stride_oh
     order_ptr += batch * stride_lb + kv_head * stride_lh
@@ -253,25 +315,40 @@ def _split_bucket_decode_kernel(
         stop = tl.minimum((split + 1) * share, total)
         for n in tl.range(split * share, stop, BN):
             position = n + tl.arange(0, BN)
-            inside = (position[:, None] >= list_begin[None, :]) & (position[:, None] < list_end[None, :])  # [BN, BL]
+            # [BN, BL]
+            inside = (position[:, None] >= list_begin[None, :]) & (
+                position[:, None] < list_end[None, :]
+            )
             listed = position + tl.sum(tl.where(inside, (begin - list_begin)[None, :], 0), 1)
-            window_key = tl.where(position < num_sink, start + position, recent_begin + position - num_sink)
+            window_key = tl.where(
+                position < num_sink, start + position, recent_begin + position - num_sink
+            )
             window_key = tl.where(position < tl.minimum(window, stop), window_key, -1)
-            m_listed = (position >= window) & (position < stop) & (listed >= 0) & (listed < num_listed)
+            m_listed = (
+                (position >= window) & (position < stop) & (listed >= 0) & (listed < num_listed)
+            )
             member = tl.load(order_ptr + listed, mask=m_listed, other=-1)
-            # Keys of the index that are in the dense window are skipped, since the window has its own positions in the list.
+            # Keys of the index that are in the dense window are skipped, since the window has its
+            # own positions in the list.
             key = tl.where((member >= sink_end) & (member < recent_begin), member, window_key)
             live = key >= 0
             m_tile = live[:, None] & m_d[None, :]
             key = key.to(tl.int64)
-            b_k = tl.load(k_ptr + key[:, None] * stride_km + o_d[None, :] * stride_kd, mask=m_tile, other=0.0)  # [BN, BD]
-            b_v = tl.load(v_ptr + key[:, None] * stride_vm + o_d[None, :] * stride_vd, mask=m_tile, other=0.0)  # [BN, BD]
+            # [BN, BD]
+            b_k = tl.load(
+                k_ptr + key[:, None] * stride_km + o_d[None, :] * stride_kd, mask=m_tile, other=0.0
+            )
+            # [BN, BD]
+            b_v = tl.load(
+                v_ptr + key[:, None] * stride_vm + o_d[None, :] * stride_vd, mask=m_tile, other=0.0
+            )
             s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BH, BN]
             if limit is not None:
                 s = cap_scores(s, limit)
             if counts_ptr is not None:
-                # The second operand is always true. It gives the sum the layout of s, in which `live` is computed anyway; in
-                # another layout, each tile would load its index entries once more, outside the pipeline.
+                # The second operand is always true. It gives the sum the layout of s, in which
+                # `live` is computed anyway; in another layout, each tile would load its index
+                # entries once more, outside the pipeline.
                 count += tl.where(live[None, :] & ((s == s) | (s != s)), 1, 0)
             s = tl.where(live[None, :], s, float("-inf"))
             m, l, acc = softmax_step(s, tl.max(s, 1), b_v, m, l, acc, scale2, PRECISION)
@@ -279,15 +356,18 @@ def _split_bucket_decode_kernel(
     if counts_ptr is not None:
         num_read = tl.max(tl.sum(count, 1), 0)
         tl.atomic_add(counts_ptr + batch * kv_heads + kv_head, num_read.to(tl.int64), sem="relaxed")
-    store_split(part_max_ptr, part_sum_ptr, part_out_ptr, m, l, acc, batch, kv_head, group, HEAD, BH, BD)
+    store_split(
+        part_max_ptr, part_sum_ptr, part_out_ptr, m, l, acc, batch, kv_head, group, HEAD, BH, BD
+    )
 
 
 @triton.jit
 def _bucket_ranges(probes_ptr, offsets_ptr, first, num_probes, num_buckets, BL: tl.constexpr):
     """Returns begin and size ``[BL]`` of buckets ``probes[first : first + BL]``.
 
-    The size is 0 for -1 and for repetitions. Only these BL probes are compared with each other: a loop over earlier probes,
-    inside the caller's loop, would hide the alignment of K and V from the compiler, which would then load two bytes at a time.
+    The size is 0 for -1 and for repetitions. Only these BL probes are compared with each other: a
+    loop over earlier probes, inside the caller's loop, would hide the alignment of K and V from the
+    compiler, which would then load two bytes at a time.
     """
     place = first + tl.arange(0, BL)
     bucket = tl.load(probes_ptr + place, mask=place < num_probes, other=-1)

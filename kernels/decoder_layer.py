@@ -1,16 +1,19 @@
 """Elementwise work of a decoder layer between its matrix products, for inference.
 
-A decoding step of an eager model launches about 20 elementwise kernels per layer, each of which takes longer to launch than to
-run. These functions launch one kernel each, and round exactly where the modules of transformers do::
+A decoding step of an eager model launches about 20 elementwise kernels per layer, each of which
+takes longer to launch than to run. These functions launch one kernel each, and round exactly where
+the modules of transformers do::
 
     rms_norm            round(round(x * rsqrt(mean(x^2) + eps)) * weight)
     gated_silu          round(round(silu(gate)) * up)
-    rotate_and_append   round(round(x * cos) + round(rotate_half(x) * sin)) for q and k; k and v are written to the cache
+    rotate_and_append   round(round(x * cos) + round(rotate_half(x) * sin)) for q and k;
+                        k and v are written to the cache
 
-They are plain functions of tensors, not registered operations. The plain PyTorch form of each is in this file too.
+They are plain functions of tensors, not registered operations. The plain PyTorch form of each is in
+this file too.
 
-Tiles: BR rows, BD columns of a row, BN elements or tokens, BH half a head. Prefixes: o_ offset, m_ mask, b_ tile. Grids:
-(rows), (row and block of it), (tokens and head, sequence).
+Tiles: BR rows, BD columns of a row, BN elements or tokens, BH half a head. Prefixes: o_ offset, m_
+mask, b_ tile. Grids: (rows), (row and block of it), (tokens and head, sequence).
 """
 
 import math
@@ -19,12 +22,27 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import FLOATS, check_device, check_no_gradient, check_qkv, check_tensor, resolve_backend
-from msattn.kernels.common.primitives import WARP_ELEMENTS, pdl_args, pdl_launch_dependents, pdl_wait, tl, triton
+from msattn.kernels.common.checks import (
+    FLOATS,
+    check_device,
+    check_no_gradient,
+    check_qkv,
+    check_tensor,
+    resolve_backend,
+)
+from msattn.kernels.common.primitives import (
+    WARP_ELEMENTS,
+    pdl_args,
+    pdl_launch_dependents,
+    pdl_wait,
+    tl,
+    triton,
+)
 from msattn.kernels.types import Backend
 
 MAX_ROW = 2**14  # elements: one program holds a whole row
-MAX_SMALL_TILE_ELEMENTS = 2**20  # up to here small tiles use more SMs; beyond, large tiles start fewer programs
+# up to here small tiles use more SMs; beyond, large tiles start fewer programs
+MAX_SMALL_TILE_ELEMENTS = 2**20
 SMALL_TILE, LARGE_TILE = 512, 4096
 TOKENS = 16  # tokens of a head per program
 
@@ -32,15 +50,17 @@ TOKENS = 16  # tokens of a head per program
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend | None = None) -> Tensor:
     """Normalizes rows ``x [..., D]`` by their root mean square, as LlamaRMSNorm in transformers.
 
-    ``x`` is fp32, fp16 or bf16, D up to 16384. Rows with regular strides are not copied, such as the heads of a fused
-    projection. ``weight [D]``, in x's dtype, is a parameter: the kernel may load it while the kernel launched before is still
-    running, so it must not be that kernel's output. The result is contiguous on the Triton backend. Raises ValueError for an
-    invalid argument, NotImplementedError if a gradient is required.
+    ``x`` is fp32, fp16 or bf16, D up to 16384. Rows with regular strides are not copied, such as
+    the heads of a fused projection. ``weight [D]``, in x's dtype, is a parameter: the kernel may
+    load it while the kernel launched before is still running, so it must not be that kernel's
+    output. The result is contiguous on the Triton backend. Raises ValueError for an invalid
+    argument, NotImplementedError if a gradient is required.
     """
     check_no_gradient("rms_norm", x, weight)
     if x.dtype not in FLOATS or x.dim() < 1 or not 1 <= x.shape[-1] <= MAX_ROW:
         raise ValueError(
-            f"x is {x.dtype} {tuple(x.shape)}: expected float32, float16 or bfloat16 [..., D], D from 1 to {MAX_ROW}"
+            f"x is {x.dtype} {tuple(x.shape)}: expected float32, float16 or bfloat16 [..., D], D "
+            f"from 1 to {MAX_ROW}"
         )
     check_tensor("weight", weight, x.dtype, x.shape[-1:], "x", x)
     if not 0 <= eps < math.inf:
@@ -53,14 +73,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend | None =
 
 
 def gated_silu(gate: Tensor, up: Tensor, *, backend: Backend | None = None) -> Tensor:
-    """Computes ``silu(gate) * up``, the gated activation of an MLP, of tensors ``[..., F]`` of one shape; fp32, fp16 or bf16.
+    """Computes ``silu(gate) * up``, the gated activation of an MLP, of tensors ``[..., F]`` of one
+    shape; fp32, fp16 or bf16.
 
-    Rows with regular strides are not copied, such as the halves of a fused projection. The result is contiguous on the Triton
-    backend. Raises ValueError for an invalid argument, NotImplementedError if a gradient is required.
+    Rows with regular strides are not copied, such as the halves of a fused projection. The result
+    is contiguous on the Triton backend. Raises ValueError for an invalid argument,
+    NotImplementedError if a gradient is required.
     """
     check_no_gradient("gated_silu", gate, up)
     if gate.dtype not in FLOATS or gate.dim() < 1:
-        raise ValueError(f"gate is {gate.dtype} {tuple(gate.shape)}: expected float32, float16 or bfloat16 [..., F]")
+        raise ValueError(
+            f"gate is {gate.dtype} {tuple(gate.shape)}: expected float32, float16 or bfloat16 "
+            f"[..., F]"
+        )
     check_tensor("up", up, gate.dtype, gate.shape, "gate", gate)
     if resolve_backend(backend, gate, "gate") == "triton":
         with torch.cuda.device_of(gate):
@@ -80,16 +105,20 @@ def rotate_and_append(
     *,
     backend: Backend | None = None,
 ) -> Tensor:
-    """Applies RoPE to the new tokens of each sequence and writes their keys and values to the cache.
+    """Applies RoPE to the new tokens of each sequence and writes their keys and values to the
+    cache.
 
-    RoPE has the half-split layout of transformers, ``x * cos + rotate_half(x) * sin``. ``q [B, Hq, N, D]``, ``k`` and
-    ``v [B, Hkv, N, D]`` are before RoPE, fp32, fp16 or bf16 (fp64 on the torch backend); strided views are not copied. ``cos``
-    and ``sin``, ``[B | 1, N, D]`` in q's dtype, have both halves filled, as the rotary embedding of a model returns them. The
-    cache, ``keys`` and ``values [B, Hkv, capacity, D]``, is written from ``position`` on, an int, or int64 ``[1]`` on q's
-    device, and not at all at positions outside it; with a tensor a captured CUDA graph serves any position.
+    RoPE has the half-split layout of transformers, ``x * cos + rotate_half(x) * sin``.
+    ``q [B, Hq, N, D]``, ``k`` and ``v [B, Hkv, N, D]`` are before RoPE, fp32, fp16 or bf16 (fp64 on
+    the torch backend); strided views are not copied. ``cos`` and ``sin``, ``[B | 1, N, D]`` in q's
+    dtype, have both halves filled, as the rotary embedding of a model returns them. The cache,
+    ``keys`` and ``values [B, Hkv, capacity, D]``, is written from ``position`` on, an int, or int64
+    ``[1]`` on q's device, and not at all at positions outside it; with a tensor a captured CUDA
+    graph serves any position.
 
-    Returns the queries after RoPE, of one token after another in memory: ``[B, N, Hq, D]``, transposed. Raises ValueError for
-    an invalid argument, NotImplementedError if a gradient is required.
+    Returns the queries after RoPE, of one token after another in memory: ``[B, N, Hq, D]``,
+    transposed. Raises ValueError for an invalid argument, NotImplementedError if a gradient is
+    required.
     """
     check_no_gradient("rotate_and_append", q, k, v, cos, sin, keys, values)
     check_qkv(q, k, v)
@@ -97,15 +126,34 @@ def rotate_and_append(
     if q.shape[2] != tokens:
         raise ValueError(f"q.shape={tuple(q.shape)}: expected {tokens} tokens, as k")
     for name, x in (("cos", cos), ("sin", sin)):
-        if x.dtype != dtype or x.dim() != 3 or x.shape[0] not in (batch, 1) or x.shape[1:] != (tokens, head):
-            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {dtype} [{batch} or 1, {tokens}, {head}]")
+        if (
+            x.dtype != dtype
+            or x.dim() != 3
+            or x.shape[0] not in (batch, 1)
+            or x.shape[1:] != (tokens, head)
+        ):
+            raise ValueError(
+                f"{name} is {x.dtype} {tuple(x.shape)}: expected {dtype} [{batch} or 1, {tokens}, "
+                f"{head}]"
+            )
         check_device(name, x, "q", q)
     for name, x in (("keys", keys), ("values", values)):
-        if x.dtype != dtype or x.dim() != 4 or x.shape[:2] != (batch, heads) or x.shape[2] < 1 or x.shape[3] != head:
-            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {dtype} [{batch}, {heads}, 1 or more, {head}]")
+        if (
+            x.dtype != dtype
+            or x.dim() != 4
+            or x.shape[:2] != (batch, heads)
+            or x.shape[2] < 1
+            or x.shape[3] != head
+        ):
+            raise ValueError(
+                f"{name} is {x.dtype} {tuple(x.shape)}: expected {dtype} [{batch}, {heads}, 1 or "
+                f"more, {head}]"
+            )
         check_device(name, x, "q", q)
     if values.shape != keys.shape:
-        raise ValueError(f"values.shape={tuple(values.shape)}: expected that of keys, {tuple(keys.shape)}")
+        raise ValueError(
+            f"values.shape={tuple(values.shape)}: expected that of keys, {tuple(keys.shape)}"
+        )
     if isinstance(position, Tensor):
         check_tensor("position", position, torch.int64, (1,), "q", q)
     if resolve_backend(backend, q) == "triton":
@@ -134,7 +182,8 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if rows:
         _rms_norm_kernel[(triton.cdiv(rows, rows_each),)](
             x, weight, out, eps, rows, *layout, weight.stride(0),
-            COLS=cols, BR=rows_each, BD=padded, num_warps=min(16, max(1, rows_each * padded // WARP_ELEMENTS)),
+            COLS=cols, BR=rows_each, BD=padded,
+            num_warps=min(16, max(1, rows_each * padded // WARP_ELEMENTS)),
             **pdl_args(x.device),
         )  # fmt: skip
     return out
@@ -160,7 +209,14 @@ def launch_gated_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def launch_rotate_and_append(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, position: Tensor | int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: Tensor | int,
 ) -> Tensor:
     """Launches the kernel; the grid depends only on shapes."""
     (batch, q_heads, tokens, head), (kv_heads, capacity) = q.shape, keys.shape[1:3]
@@ -169,11 +225,14 @@ def launch_rotate_and_append(
     rows = min(TOKENS, triton.next_power_of_2(tokens))
     # Without fused multiply-adds, which would round once where eager PyTorch rounds twice in fp32.
     _rotate_and_append_kernel[((q_heads + kv_heads) * triton.cdiv(tokens, rows), batch)](
-        q, k, v, cos, sin, keys, values, on_device, out, q_heads, q_heads + kv_heads, tokens, capacity, start,
+        q, k, v, cos, sin, keys, values, on_device, out, q_heads, q_heads + kv_heads, tokens,
+        capacity, start,
         *q.stride(), *k.stride(), *v.stride(),
-        *(stride for x in (cos, sin) for stride in (x.stride(0) if len(x) > 1 else 0, *x.stride()[1:])),
+        *(stride for x in (cos, sin) for stride in (x.stride(0) if len(x) > 1 else 0,
+            *x.stride()[1:])),
         *keys.stride(), *values.stride(), *out.stride()[:3],
-        HALF=head // 2, BH=triton.next_power_of_2(head // 2), BN=rows, num_warps=1 if rows == 1 else 4, enable_fp_fusion=False,
+        HALF=head // 2, BH=triton.next_power_of_2(head // 2), BN=rows,
+        num_warps=1 if rows == 1 else 4, enable_fp_fusion=False,
         **pdl_args(q.device),
     )  # fmt: skip
     return out
@@ -186,10 +245,14 @@ def _tile_elements(x: Tensor) -> int:
 def _row_layout(x: Tensor) -> tuple[Tensor, int, int, int]:
     """Returns ``x [..., D]``, the length of its inner dimension, its outer and its inner stride.
 
-    Row r starts at ``r // inner * outer_stride + r % inner * inner_stride``. A tensor that is not laid out so is copied.
-    Tensors of one shape have the same ``inner``.
+    Row r starts at ``r // inner * outer_stride + r % inner * inner_stride``. A tensor that is not
+    laid out so is copied. Tensors of one shape have the same ``inner``.
     """
-    dims = [(size, stride) for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
+    dims = [
+        (size, stride)
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+        if size > 1
+    ]
     *outer, (inner, inner_stride) = dims or [(1, 0)]
     regular = all(before == size * stride for (_, before), (size, stride) in pairwise(outer))
     if not regular or (x.shape[-1] > 1 and x.stride(-1) != 1):
@@ -210,7 +273,8 @@ def _rms_norm_kernel(
     b_weight = tl.load(weight_ptr + o_d * stride_weight, mask=m_d, other=0.0).to(tl.float32)
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
-    b_x = tl.load(x_ptr + o_row[:, None] + o_d[None, :], mask=mask, other=0.0).to(tl.float32)  # [BR, BD]
+    # [BR, BD]
+    b_x = tl.load(x_ptr + o_row[:, None] + o_d[None, :], mask=mask, other=0.0).to(tl.float32)
     factor = tl.rsqrt(tl.sum(b_x * b_x, 1) / COLS + eps)
     b_x = (b_x * factor[:, None]).to(x_ptr.dtype.element_ty).to(tl.float32)
     b_out = (b_x * b_weight[None, :]).to(out_ptr.dtype.element_ty)
@@ -219,7 +283,8 @@ def _rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["blocks", "inner"])
 def _gated_silu_kernel(
-    gate_ptr, up_ptr, out_ptr, cols, blocks, inner, stride_gate_outer, stride_gate_inner, stride_up_outer, stride_up_inner,
+    gate_ptr, up_ptr, out_ptr, cols, blocks, inner, stride_gate_outer, stride_gate_inner,
+    stride_up_outer, stride_up_inner,
     BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -240,15 +305,19 @@ def _gated_silu_kernel(
 
 @triton.jit(do_not_specialize=["q_heads", "heads", "tokens", "capacity", "start"])
 def _rotate_and_append_kernel(
-    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, position_ptr, out_ptr, q_heads, heads, tokens, capacity, start,
+    q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, keys_ptr, values_ptr, position_ptr, out_ptr, q_heads,
+    heads, tokens, capacity, start,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_cos_b, stride_cos_n, stride_cos_d, stride_sin_b, stride_sin_n, stride_sin_d,
     stride_keys_b, stride_keys_h, stride_keys_m, stride_keys_d,
-    stride_values_b, stride_values_h, stride_values_m, stride_values_d, stride_out_b, stride_out_h, stride_out_n,
+    stride_values_b, stride_values_h, stride_values_m, stride_values_d, stride_out_b, stride_out_h,
+    stride_out_n,
     HALF: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rotates some tokens of a query head, or rotates keys and copies them and their values to the cache."""
+    """Rotates some tokens of a query head, or rotates keys and copies them and their values to the
+    cache.
+    """
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
     head, batch = tl.program_id(0) % heads, tl.program_id(1).to(tl.int64)
@@ -260,9 +329,17 @@ def _rotate_and_append_kernel(
     cos_first, cos_second = _halves(cos_ptrs, HALF * stride_cos_d, mask)
     sin_first, sin_second = _halves(sin_ptrs, HALF * stride_sin_d, mask)
     if head < q_heads:
-        q_ptrs = q_ptr + batch * stride_qb + head.to(tl.int64) * stride_qh + o_n * stride_qn + o_d * stride_qd
+        q_ptrs = (
+            q_ptr
+            + batch * stride_qb
+            + head.to(tl.int64) * stride_qh
+            + o_n * stride_qn
+            + o_d * stride_qd
+        )
         q_first, q_second = _halves(q_ptrs, HALF * stride_qd, mask)
-        q_first, q_second = _rotated(q_first, q_second, cos_first, cos_second, sin_first, sin_second)
+        q_first, q_second = _rotated(
+            q_first, q_second, cos_first, cos_second, sin_first, sin_second
+        )
         out_ptrs = out_ptr + batch * stride_out_b + head * stride_out_h + o_n * stride_out_n + o_d
         tl.store(out_ptrs, q_first, mask=mask)
         tl.store(out_ptrs + HALF, q_second, mask=mask)
@@ -275,7 +352,9 @@ def _rotate_and_append_kernel(
         v_ptrs = v_ptr + batch * stride_vb + kv_head * stride_vh + o_n * stride_vn + o_d * stride_vd
         k_first, k_second = _halves(k_ptrs, HALF * stride_kd, mask)
         v_first, v_second = _halves(v_ptrs, HALF * stride_vd, mask)
-        k_first, k_second = _rotated(k_first, k_second, cos_first, cos_second, sin_first, sin_second)
+        k_first, k_second = _rotated(
+            k_first, k_second, cos_first, cos_second, sin_first, sin_second
+        )
         m_write = mask & (position >= 0) & (position < capacity)
         keys_ptrs = keys_ptr + batch * stride_keys_b + kv_head * stride_keys_h
         keys_ptrs += position * stride_keys_m + o_d * stride_keys_d
@@ -297,8 +376,12 @@ def _halves(ptrs, half, mask):
 def _rotated(x_first, x_second, cos_first, cos_second, sin_first, sin_second):
     """Returns both halves of heads after RoPE, in their dtype."""
     return (
-        (_rounded_product(x_first, cos_first) - _rounded_product(x_second, sin_first)).to(x_first.dtype),
-        (_rounded_product(x_second, cos_second) + _rounded_product(x_first, sin_second)).to(x_first.dtype),
+        (_rounded_product(x_first, cos_first) - _rounded_product(x_second, sin_first)).to(
+            x_first.dtype
+        ),
+        (_rounded_product(x_second, cos_second) + _rounded_product(x_first, sin_second)).to(
+            x_first.dtype
+        ),
     )
 
 

@@ -1,17 +1,20 @@
 """Dense attention with a pooled block map (SeerAttention, Algorithm 1).
 
-    P = softmax(scale * Q K^T)        pooled[r, c] = max over queries i of row block r, keys j of column block c of P[i, j]
+    P = softmax(scale * Q K^T)        pooled[r, c] = max over queries i of row block r, keys j of
+    column block c of P[i, j]
 
-With s_ic the largest score of query i in column block c, and lse_i the LSE of the whole row, pooled[r, c] = max_i exp(s_ic -
-lse_i). The LSE is known only after the last key, so the maxima are buffered in an fp32 scratch buffer until then. Programs are
-persistent and reuse one buffer ``[strips, BM]`` for all their row tiles, so its size does not depend on the number of queries.
+With s_ic the largest score of query i in column block c, and lse_i the LSE of the whole row,
+pooled[r, c] = max_i exp(s_ic - lse_i). The LSE is known only after the last key, so the maxima are
+buffered in an fp32 scratch buffer until then. Programs are persistent and reuse one buffer
+``[strips, BM]`` for all their row tiles, so its size does not depend on the number of queries.
 
-Attention masses, sums over j, take the place of the maxima. The online softmax sums the weights of a tile of keys anyway; here
-it sums them by column block. They are relative to the running maximum of that moment, which is buffered with them for each tile
-of keys, so that nothing is rescaled when the maximum grows. In exchange, the row maximum of a tile is reduced in one step.
+Attention masses, sums over j, take the place of the maxima. The online softmax sums the weights of
+a tile of keys anyway; here it sums them by column block. They are relative to the running maximum
+of that moment, which is buffered with them for each tile of keys, so that nothing is rescaled when
+the maximum grows. In exchange, the row maximum of a tile is reduced in one step.
 
-Layouts: a tile has BM queries (one or more row blocks) and BN keys, in one to four strips of W = min(BN, key block) keys each.
-Comments give the shapes of tiles.
+Layouts: a tile has BM queries (one or more row blocks) and BN keys, in one to four strips of W =
+min(BN, key block) keys each. Comments give the shapes of tiles.
 """
 
 from typing import get_args
@@ -85,17 +88,18 @@ def maxpool_attention(
     key_block_size : int, optional
         Keys of a block: 16, 32, 64 or 128; by default ``block_size``.
     pool : {"max", "mass", "mean_mass"}
-        The entry of a block: its largest probability; the sum over its keys, of the query with the largest sum; or the
-        mean of these sums over the queries of the row block.
+        The entry of a block: its largest probability; the sum over its keys, of the query with the
+        largest sum; or the mean of these sums over the queries of the row block.
     causal : bool
         Query i has position ``M - N + i`` and sees no key after it.
     scale : float, optional
         Positive factor of the scores; ``D ** -0.5`` by default.
     softcap : float, optional
-        Positive limit of the scores, which become ``softcap * tanh(score / softcap)`` before masking (Gemma 2).
+        Positive limit of the scores, which become ``softcap * tanh(score / softcap)`` before
+        masking (Gemma 2).
     sinks : Tensor ``[Hq]``, optional
-        Attention sinks: finite logits, one for each query head, that take part in the softmax of each row without a value
-        (gpt-oss). They are neither scaled nor capped.
+        Attention sinks: finite logits, one for each query head, that take part in the softmax of
+        each row without a value (gpt-oss). They are neither scaled nor capped.
     kv_start : Tensor int32 ``[B]``, optional
         Length of the left padding of each sequence. Blocks are counted from its end.
     backend : {"triton", "torch"}, optional
@@ -104,10 +108,11 @@ def maxpool_attention(
     Returns
     -------
     MaxPoolAttention
-        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]``, ``pooled [B, Hq, ceil(N / block), ceil(M / key block)]``, the latter two fp32
-        (fp64 for fp64 inputs). ``pooled`` is 0 for blocks above the diagonal; rows without visible keys have ``out = 0``,
-        ``lse = -inf``, ``pooled = 0``. With ``sinks`` these are results of the softmax that includes them, and the ``lse`` of
-        rows without visible keys is the sink.
+        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]``,
+        ``pooled [B, Hq, ceil(N / block), ceil(M / key block)]``, the latter two fp32 (fp64 for fp64
+        inputs). ``pooled`` is 0 for blocks above the diagonal; rows without visible keys have
+        ``out = 0``, ``lse = -inf``, ``pooled = 0``. With ``sinks`` these are results of the softmax
+        that includes them, and the ``lse`` of rows without visible keys is the sink.
 
     Raises
     ------
@@ -152,7 +157,10 @@ def launch(
     kv_heads, num_keys = k.shape[1:3]
     cols = padded_head(head)
     tile = tuned_tile("maxpool_attention", q)
-    row_blocks, col_blocks = triton.cdiv(num_queries, block_size), triton.cdiv(num_keys, key_block_size)
+    row_blocks, col_blocks = (
+        triton.cdiv(num_queries, block_size),
+        triton.cdiv(num_keys, key_block_size),
+    )
     row_tiles = triton.cdiv(num_queries, tile.rows)
     tiles = batch * q_heads * row_tiles
     programs = min(tiles, num_sms(q.device) * tile.programs)
@@ -170,27 +178,34 @@ def launch(
         tile_view(q, tile.rows), tile_view(k, keys), tile_view(v, keys),
         out, lse, pooled, scratch, next_tile, kv_start, None if sinks is None else sinks.float(),
         *out.stride()[:3],
-        tiles, row_tiles, q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, col_blocks, strips,
+        tiles, row_tiles, q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks,
+        col_blocks, strips,
         query_offset(num_queries, num_keys, causal), scale * LOG2_E, unscaled_limit(softcap, scale),
-        HEAD=head, COLS=cols, BM=tile.rows, BN=keys, BLOCK=block_size, KEY_BLOCK=key_block_size, W=strip, POOL=pool,
+        HEAD=head, COLS=cols, BM=tile.rows, BN=keys, BLOCK=block_size, KEY_BLOCK=key_block_size,
+        W=strip, POOL=pool,
         CAUSAL=causal, PRECISION=precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, lse, pooled
 
 
-_operator = register_op("maxpool_attention", launch, reference.maxpool_attention, _empty, no_gradient=USE_NO_GRAD)
+_operator = register_op(
+    "maxpool_attention", launch, reference.maxpool_attention, _empty, no_gradient=USE_NO_GRAD
+)
 
 
 @triton.jit(
     do_not_specialize=[
-        "tiles", "row_tiles", "group", "kv_heads", "num_queries", "num_keys", "row_blocks", "col_blocks", "strips", "offset"
+        "tiles", "row_tiles", "group", "kv_heads", "num_queries", "num_keys", "row_blocks",
+        "col_blocks", "strips", "offset"
     ]
 )  # fmt: skip
 def _maxpool_attention_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, pooled_ptr, scratch_ptr, next_tile_ptr, kv_start_ptr, sinks_ptr,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, pooled_ptr, scratch_ptr, next_tile_ptr, kv_start_ptr,
+    sinks_ptr,
     stride_b, stride_h, stride_n,
-    tiles, row_tiles, group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, strips, offset, scale2, limit,
+    tiles, row_tiles, group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, strips,
+    offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, W: tl.constexpr, POOL: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -200,14 +215,17 @@ def _maxpool_attention_kernel(
         scratch_rows += strips // (BN // W)
     scratch_ptr += tl.program_id(0).to(tl.int64) * scratch_rows * BM
     strip_ptrs = scratch_ptr + tl.arange(0, BM)[:, None] + tl.arange(0, BN // W)[None, :] * BM
-    # Dynamic tile scheduling. Heads of a group are adjacent for L2 reuse; the longest rows come first.
+    # Dynamic tile scheduling. Heads of a group are adjacent for L2 reuse; the longest rows come
+    # first.
     tile = tl.atomic_add(next_tile_ptr, 1)
     while tile < tiles:
         row_tile = row_tiles - 1 - tile // group % row_tiles
         kv_head = tile // (group * row_tiles) % kv_heads
         h = kv_head * group + tile % group
         b = tile // (group * row_tiles * kv_heads)
-        first_key, first_query, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
+        first_key, first_query, keys, queries, delta = sequence_span(
+            kv_start_ptr, b, num_queries, num_keys, offset
+        )
         t0 = row_tile * BM
         t = t0 + tl.arange(0, BM)
 
@@ -236,7 +254,9 @@ def _maxpool_attention_kernel(
                 maxima = tl.max(tl.reshape(s, [BM, BN // W, W]), 2)  # [BM, BN / W]
                 tl.store(strip_ptrs + u0 // W * BM, maxima)
                 v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
-                m, l, acc = softmax_step(s, _row_max(maxima, BN // W), v, m, l, acc, scale2, PRECISION)
+                m, l, acc = softmax_step(
+                    s, _row_max(maxima, BN // W), v, m, l, acc, scale2, PRECISION
+                )
             else:
                 v = load_tile(v_desc, b, kv_head, first_key + u0, BN, COLS)
                 m, p, alpha = softmax_weights(s, tl.max(s, 1), m, scale2)
@@ -249,12 +269,14 @@ def _maxpool_attention_kernel(
         stored_lse2 = lse2
         if sinks_ptr is not None:
             stored_lse2 = tl.where(lse2 == float("-inf"), sink2, lse2)  # pyrefly: ignore[unbound-name]
-        store_rows(out_ptr, lse_ptr, out, stored_lse2, b, h, t, first_query, kv_heads * group, num_queries,
+        store_rows(out_ptr, lse_ptr, out, stored_lse2, b, h, t, first_query, kv_heads * group,
+            num_queries,
                    stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip
 
         tl.debug_barrier()  # all strips are stored before they are read
         map_ptr = pooled_ptr + (b * kv_heads * group + h).to(tl.int64) * row_blocks * col_blocks
-        _store_block_map(map_ptr, scratch_ptr, lse2, last, queries, delta, t0 // BLOCK, row_blocks, col_blocks, strips, scale2,
+        _store_block_map(map_ptr, scratch_ptr, lse2, last, queries, delta, t0 // BLOCK, row_blocks,
+            col_blocks, strips, scale2,
                          BM, BN, BLOCK, KEY_BLOCK, W, POOL, CAUSAL)  # fmt: skip
         tl.debug_barrier()  # all strips are read before the next tile overwrites them
         tile = tl.atomic_add(next_tile_ptr, 1)
@@ -289,18 +311,24 @@ def _row_sum(sums, STRIPS: tl.constexpr):
 
 @triton.jit
 def _store_block_map(
-    map_ptr, scratch_ptr, lse2, last, queries, delta, first_row_block, row_blocks, col_blocks, strips, scale2,
-    BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, W: tl.constexpr, POOL: tl.constexpr,
+    map_ptr, scratch_ptr, lse2, last, queries, delta, first_row_block, row_blocks, col_blocks,
+    strips, scale2,
+    BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr,
+    W: tl.constexpr, POOL: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Stores the block map of a row tile, ``[BM / BLOCK, Tc]``; NaN for blocks that a NaN row sees."""
+    """Stores the block map of a row tile, ``[BM / BLOCK, Tc]``; NaN for blocks that a NaN row
+    sees.
+    """
     BLOCKS: tl.constexpr = 2048 // BM  # column blocks of a step
     STRIPS: tl.constexpr = KEY_BLOCK // W  # strips of a block
     end = tl.zeros([BM], tl.int32) + last  # of the keys that a row sees
     if CAUSAL:
         end = tl.minimum(end, first_row_block * BLOCK + tl.arange(0, BM) + delta + 1)
-    nan_end = tl.max(tl.reshape(tl.where(lse2 == lse2, 0, end), [BM // BLOCK, BLOCK]), 1)  # of those that NaN rows see
-    lse2 = tl.where(lse2 > float("-inf"), lse2, float("inf"))  # probabilities of NaN rows and of those without keys are 0
+    # of those that NaN rows see
+    nan_end = tl.max(tl.reshape(tl.where(lse2 == lse2, 0, end), [BM // BLOCK, BLOCK]), 1)
+    # probabilities of NaN rows and of those without keys are 0
+    lse2 = tl.where(lse2 > float("-inf"), lse2, float("inf"))
     r = first_row_block + tl.arange(0, BM // BLOCK)
     for c0 in tl.range(0, col_blocks, BLOCKS):  # type: ignore[misc]
         strip = c0 * STRIPS + tl.arange(0, BLOCKS * STRIPS)
@@ -312,7 +340,11 @@ def _store_block_map(
             pooled = tl.exp2(tl.max(tl.max(logs, 3), 1))  # [BLOCKS, BM / BLOCK]
         else:
             sums = tl.load(strip_ptrs, mask=read, other=0.0, cache_modifier=".cg")
-            max_ptrs = scratch_ptr + (strips + strip // (BN // W))[:, None] * BM + tl.arange(0, BM)[None, :]
+            max_ptrs = (
+                scratch_ptr
+                + (strips + strip // (BN // W))[:, None] * BM
+                + tl.arange(0, BM)[None, :]
+            )
             m = tl.load(max_ptrs, mask=read, other=float("-inf"), cache_modifier=".cg")
             mass = tl.where(lse2[None, :] < float("inf"), sums * tl.exp2(m - lse2[None, :]), 0.0)
             mass = tl.reshape(mass, [BLOCKS, STRIPS, BM // BLOCK, BLOCK])
@@ -320,7 +352,9 @@ def _store_block_map(
             if POOL == "mass":
                 pooled = tl.max(mass, 2)
             else:
-                pooled = tl.sum(mass, 2) / tl.minimum(tl.maximum(queries - r * BLOCK, 1), BLOCK)[None, :]
+                pooled = (
+                    tl.sum(mass, 2) / tl.minimum(tl.maximum(queries - r * BLOCK, 1), BLOCK)[None, :]
+                )
         c = c0 + tl.arange(0, BLOCKS)
         pooled = tl.where((c * KEY_BLOCK)[:, None] < nan_end[None, :], float("nan"), pooled)
         inside = (c < col_blocks)[:, None] & (r < row_blocks)[None, :]

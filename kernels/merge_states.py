@@ -23,8 +23,8 @@ def merge_states(outs: Tensor, lses: Tensor, *, backend: Backend | None = None) 
     outs : Tensor ``[S, B, H, N, D]``
         Partial outputs, fp32, fp16 or bf16 (fp64 on the torch backend).
     lses : Tensor ``[S, B, H, N]``
-        Their LSEs: natural logarithms, fp32 (fp64 for fp64). -inf marks a row without visible keys in that part; its output is
-        not read.
+        Their LSEs: natural logarithms, fp32 (fp64 for fp64). -inf marks a row without visible keys
+        in that part; its output is not read.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
@@ -42,7 +42,8 @@ def merge_states(outs: Tensor, lses: Tensor, *, backend: Backend | None = None) 
     """
     if outs.dim() != 5 or min(outs.shape) < 1 or outs.dtype not in (*FLOATS, torch.float64):
         raise ValueError(
-            f"outs is {outs.dtype} {tuple(outs.shape)}: expected a floating-point [parts, batch, heads, tokens, head size], "
+            f"outs is {outs.dtype} {tuple(outs.shape)}: expected a floating-point [parts, batch, "
+            f"heads, tokens, head size], "
             "each size at least 1"
         )
     check_tensor("lses", lses, statistics_dtype(outs), outs.shape[:4], "outs", outs)
@@ -57,7 +58,8 @@ def launch(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     cols = padded_head(head)
     rows = max(1, 4096 // cols)
     _merge_states_kernel[(triton.cdiv(batch * heads * queries, rows),)](
-        outs, lses, out, lse, *outs.stride(), *lses.stride(), parts, batch * heads * queries, heads, queries,
+        outs, lses, out, lse, *outs.stride(), *lses.stride(), parts, batch * heads * queries, heads,
+        queries,
         HEAD=head, COLS=cols, ROWS=rows,
     )  # fmt: skip
     return out, lse
@@ -67,13 +69,16 @@ def _empty(outs: Tensor, lses: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
 
 
-_operator = register_op("merge_states", launch, reference.merge_states, _empty, no_gradient=USE_NO_GRAD)
+_operator = register_op(
+    "merge_states", launch, reference.merge_states, _empty, no_gradient=USE_NO_GRAD
+)
 
 
 @triton.jit
 def _merge_states_kernel(
     outs_ptr, lses_ptr, out_ptr, lse_ptr,
-    stride_os, stride_ob, stride_oh, stride_on, stride_od, stride_ls, stride_lb, stride_lh, stride_ln,
+    stride_os, stride_ob, stride_oh, stride_on, stride_od, stride_ls, stride_lb, stride_lh,
+    stride_ln,
     parts, num_rows, heads, queries,
     HEAD: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -92,7 +97,8 @@ def _merge_states_kernel(
         m_new = tl.maximum(m, part_lse)
         base = tl.where(m_new == float("-inf"), 0.0, m_new)  # -inf - -inf is NaN
         weight, alpha = tl.exp(part_lse - base), tl.exp(m - base)
-        needed = inside & (weight > 0)  # outputs of weight 0 are not read; where it is NaN, so is the sum
+        # outputs of weight 0 are not read; where it is NaN, so is the sum
+        needed = inside & (weight > 0)
         part = tl.load(outs_ptr, mask=needed[:, None] & (d < HEAD)[None, :], other=0.0)
         acc = acc * alpha[:, None] + part.to(tl.float32) * weight[:, None]
         l = l * alpha + weight

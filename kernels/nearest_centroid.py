@@ -2,16 +2,17 @@
 
     bucket[n] = argmax_c k_n . c          sums[c] = sum of the k_n with bucket[n] = c
 
-The two kernels process all heads at once. Neither the products ``[M, C]`` nor the one-hot matrix of the buckets is stored: both
-are computed tile by tile. A program of the first kernel owns BM keys and loops over the centroids. A program of the second owns
-BC buckets, loops over a split of the keys, and multiplies one-hot tiles with them. There are no atomics: splits are added in
-their order.
+The two kernels process all heads at once. Neither the products ``[M, C]`` nor the one-hot matrix of
+the buckets is stored: both are computed tile by tile. A program of the first kernel owns BM keys
+and loops over the centroids. A program of the second owns BC buckets, loops over a split of the
+keys, and multiplies one-hot tiles with them. There are no atomics: splits are added in their order.
 
-Products are nearly as accurate as in fp32. For 16-bit keys, an fp32 centroid is split into two 16-bit terms, ``high + low``,
-with an error of ``2 ** -18`` of itself in bf16 (less in fp16). For fp32 keys, products are three TF32 products.
+Products are nearly as accurate as in fp32. For 16-bit keys, an fp32 centroid is split into two
+16-bit terms, ``high + low``, with an error of ``2 ** -18`` of itself in bf16 (less in fp16). For
+fp32 keys, products are three TF32 products.
 
-Tiles: BM keys, BC centroids or buckets, BD head size. Prefixes: b_ tile, o_ offset, m_ mask. Grid: (key tile, head,
-sequence), then (bucket tile, head and sequence, split of the keys).
+Tiles: BM keys, BC centroids or buckets, BD head size. Prefixes: b_ tile, o_ offset, m_ mask. Grid:
+(key tile, head, sequence), then (bucket tile, head and sequence, split of the keys).
 """
 
 import torch
@@ -19,14 +20,22 @@ from torch import Tensor
 
 from msattn.kernels import reference
 from msattn.kernels.common.bucket_checks import check_num_buckets
-from msattn.kernels.common.checks import check_device, check_tensor, check_tokens, resolve_backend, statistics_dtype
+from msattn.kernels.common.checks import (
+    check_device,
+    check_tensor,
+    check_tokens,
+    resolve_backend,
+    statistics_dtype,
+)
 from msattn.kernels.common.primitives import num_sms, padded_head, tl, triton, tuned_tile
 from msattn.kernels.common.registration import USE_NO_GRAD, register_op
 from msattn.kernels.common.splits import one_wave_splits
 from msattn.kernels.types import Backend, BucketSums, NearestCentroid
 
 
-def nearest_centroid(k: Tensor, centroids: Tensor, *, backend: Backend | None = None) -> NearestCentroid:
+def nearest_centroid(
+    k: Tensor, centroids: Tensor, *, backend: Backend | None = None
+) -> NearestCentroid:
     """Finds the centroid that has the largest inner product with each key.
 
     This partitions the keys into buckets (SAAP, arXiv 2502.08246).
@@ -43,9 +52,11 @@ def nearest_centroid(k: Tensor, centroids: Tensor, *, backend: Backend | None = 
     Returns
     -------
     NearestCentroid
-        ``buckets`` int32 and ``products`` fp32, both ``[B, H, M]``. Of equal products, the lowest centroid index is returned.
-        The error of a product is at most ``(2 ** -18 + 2 D * 2 ** -23) |k| |c|``, from the split of the centroids and the
-        rounding of fp32 sums. The exact product of the returned centroid is therefore within twice this bound of the largest.
+        ``buckets`` int32 and ``products`` fp32, both ``[B, H, M]``. Of equal products, the lowest
+        centroid index is returned. The error of a product is at most
+        ``(2 ** -18 + 2 D * 2 ** -23) |k| |c|``, from the split of the centroids and the rounding of
+        fp32 sums. The exact product of the returned centroid is therefore within twice this bound
+        of the largest.
 
     Raises
     ------
@@ -57,14 +68,22 @@ def nearest_centroid(k: Tensor, centroids: Tensor, *, backend: Backend | None = 
     check_tokens("k", k)
     shape = tuple(centroids.shape)
     if len(shape) != 3 or shape[0] != k.shape[1] or shape[1] < 1 or shape[2] != k.shape[3]:
-        raise ValueError(f"centroids.shape={shape}: expected [{k.shape[1]}, C, {k.shape[3]}], with k's heads and head size")
+        raise ValueError(
+            f"centroids.shape={shape}: expected [{k.shape[1]}, C, {k.shape[3]}], with k's heads "
+            f"and head size"
+        )
     if centroids.dtype != statistics_dtype(k):
-        raise ValueError(f"centroids.dtype={centroids.dtype}: expected {statistics_dtype(k)} for k.dtype={k.dtype}")
+        raise ValueError(
+            f"centroids.dtype={centroids.dtype}: expected {statistics_dtype(k)} for "
+            f"k.dtype={k.dtype}"
+        )
     check_device("centroids", centroids, "k", k)
     return NearestCentroid(*_nearest_operator(k, centroids, resolve_backend(backend, k, name="k")))
 
 
-def bucket_sums(k: Tensor, buckets: Tensor, *, num_buckets: int, backend: Backend | None = None) -> BucketSums:
+def bucket_sums(
+    k: Tensor, buckets: Tensor, *, num_buckets: int, backend: Backend | None = None
+) -> BucketSums:
     """Computes the sum and the number of the keys in each bucket.
 
     The sums, normalized, are the next centroids of spherical k-means.
@@ -83,7 +102,8 @@ def bucket_sums(k: Tensor, buckets: Tensor, *, num_buckets: int, backend: Backen
     Returns
     -------
     BucketSums
-        ``sums`` fp32 ``[B, H, C, D]``, ``counts`` int32 ``[B, H, C]``; deterministic on the Triton backend.
+        ``sums`` fp32 ``[B, H, C, D]``, ``counts`` int32 ``[B, H, C]``; deterministic on the Triton
+        backend.
 
     Raises
     ------
@@ -95,19 +115,24 @@ def bucket_sums(k: Tensor, buckets: Tensor, *, num_buckets: int, backend: Backen
     check_tokens("k", k)
     check_tensor("buckets", buckets, torch.int32, k.shape[:3], "k", k)
     check_num_buckets(num_buckets)
-    return BucketSums(*_sums_operator(k, buckets, num_buckets, resolve_backend(backend, k, name="k")))
+    return BucketSums(
+        *_sums_operator(k, buckets, num_buckets, resolve_backend(backend, k, name="k"))
+    )
 
 
 def precision(dtype: torch.dtype) -> str:
     """Returns the ``input_precision`` of ``tl.dot``.
 
-    fp32 takes three TF32 passes, which keep 22 of 24 bits. For 16-bit inputs the option has no effect.
+    fp32 takes three TF32 passes, which keep 22 of 24 bits. For 16-bit inputs the option has no
+    effect.
     """
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def launch(k: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits the centroids and launches the first kernel; the rows of its tile are keys, the keys centroids."""
+    """Splits the centroids and launches the first kernel; the rows of its tile are keys, the keys
+    centroids.
+    """
     batch, heads, num_keys, head = k.shape
     num_buckets, cols = centroids.shape[1], padded_head(head)
     tile = tuned_tile("nearest_centroid", k)
@@ -118,7 +143,8 @@ def launch(k: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     products = torch.empty(k.shape[:3], dtype=torch.float32, device=k.device)
     _nearest_kernel[(triton.cdiv(num_keys, tile.rows), heads, batch)](
         k, high, low, buckets, products, *k.stride(), num_keys, num_buckets,
-        HEAD=head, FULL=num_buckets % tile.keys == 0, BM=tile.rows, BC=tile.keys, BD=cols, PRECISION=precision(k.dtype),
+        HEAD=head, FULL=num_buckets % tile.keys == 0, BM=tile.rows, BC=tile.keys, BD=cols,
+        PRECISION=precision(k.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return buckets, products
@@ -129,14 +155,20 @@ def launch_sums(k: Tensor, buckets: Tensor, num_buckets: int) -> tuple[Tensor, T
     batch, heads, num_keys, head = k.shape
     cols = padded_head(head)
     tile = tuned_tile("bucket_sums", k)
-    blocks, concurrent = triton.cdiv(num_buckets, tile.rows) * heads * batch, tile.programs * num_sms(k.device)
+    blocks, concurrent = (
+        triton.cdiv(num_buckets, tile.rows) * heads * batch,
+        tile.programs * num_sms(k.device),
+    )
     tiles = triton.cdiv(num_keys, tile.keys)
     steps = triton.cdiv(tiles, one_wave_splits(blocks, concurrent, tiles))  # tiles per split
     splits = triton.cdiv(num_keys, steps * tile.keys)
-    sums = torch.empty((splits, batch, heads, num_buckets, head), dtype=torch.float32, device=k.device)
+    sums = torch.empty(
+        (splits, batch, heads, num_buckets, head), dtype=torch.float32, device=k.device
+    )
     counts = torch.empty((splits, batch, heads, num_buckets), dtype=torch.int32, device=k.device)
     _sums_kernel[(triton.cdiv(num_buckets, tile.rows), heads * batch, splits)](
-        k, buckets.contiguous(), sums, counts, *k.stride(), heads, num_keys, num_buckets, steps * tile.keys,
+        k, buckets.contiguous(), sums, counts, *k.stride(), heads, num_keys, num_buckets,
+        steps * tile.keys,
         HEAD=head, BM=tile.keys, BC=tile.rows, BD=cols, PRECISION=precision(k.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -144,29 +176,47 @@ def launch_sums(k: Tensor, buckets: Tensor, num_buckets: int) -> tuple[Tensor, T
 
 
 def _empty_nearest(k: Tensor, centroids: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    return k.new_empty(k.shape[:3], dtype=torch.int32), k.new_empty(k.shape[:3], dtype=statistics_dtype(k))
+    return k.new_empty(k.shape[:3], dtype=torch.int32), k.new_empty(
+        k.shape[:3], dtype=statistics_dtype(k)
+    )
 
 
-def _empty_sums(k: Tensor, buckets: Tensor, num_buckets: int, backend: str) -> tuple[Tensor, Tensor]:
+def _empty_sums(
+    k: Tensor, buckets: Tensor, num_buckets: int, backend: str
+) -> tuple[Tensor, Tensor]:
     shape = (*k.shape[:2], num_buckets)
-    return k.new_empty((*shape, k.shape[3]), dtype=statistics_dtype(k)), k.new_empty(shape, dtype=torch.int32)
+    return k.new_empty((*shape, k.shape[3]), dtype=statistics_dtype(k)), k.new_empty(
+        shape, dtype=torch.int32
+    )
 
 
-_nearest_operator = register_op("nearest_centroid", launch, reference.nearest_centroid, _empty_nearest, no_gradient=USE_NO_GRAD)
-_sums_operator = register_op("bucket_sums", launch_sums, reference.bucket_sums, _empty_sums, no_gradient=USE_NO_GRAD)
+_nearest_operator = register_op(
+    "nearest_centroid", launch, reference.nearest_centroid, _empty_nearest, no_gradient=USE_NO_GRAD
+)
+_sums_operator = register_op(
+    "bucket_sums", launch_sums, reference.bucket_sums, _empty_sums, no_gradient=USE_NO_GRAD
+)
 
 
 @triton.jit
 def _nearest_kernel(
-    k_ptr, high, low, buckets_ptr, products_ptr, stride_kb, stride_kh, stride_km, stride_kd, num_keys, num_buckets,
-    HEAD: tl.constexpr, FULL: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+    k_ptr, high, low, buckets_ptr, products_ptr, stride_kb, stride_kh, stride_km, stride_kd,
+    num_keys, num_buckets,
+    HEAD: tl.constexpr, FULL: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes buckets and products of BM keys. ``FULL``: C is a multiple of BC."""
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     o_c, o_d = tl.arange(0, BC), tl.arange(0, BD)
     m_row, m_d = row < num_keys, o_d < HEAD
-    k_ptrs = k_ptr + batch * stride_kb + head * stride_kh + row.to(tl.int64)[:, None] * stride_km + o_d[None, :] * stride_kd
+    k_ptrs = (
+        k_ptr
+        + batch * stride_kb
+        + head * stride_kh
+        + row.to(tl.int64)[:, None] * stride_km
+        + o_d[None, :] * stride_kd
+    )
     b_k = tl.load(k_ptrs, mask=m_row[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
     o_tile = head * num_buckets * HEAD + o_c[:, None] * HEAD + o_d[None, :]  # [BC, BD]
 
@@ -176,17 +226,29 @@ def _nearest_kernel(
         m_c = first + o_c < num_buckets
         m_tile = m_d[None, :] if FULL else m_c[:, None] & m_d[None, :]
         o_first = o_tile + first * HEAD
-        s = tl.dot(b_k, tl.trans(tl.load(high + o_first, mask=m_tile, other=0.0)), input_precision=PRECISION)  # [BM, BC]
+        # [BM, BC]
+        s = tl.dot(
+            b_k,
+            tl.trans(tl.load(high + o_first, mask=m_tile, other=0.0)),
+            input_precision=PRECISION,
+        )
         if low is not None:
-            s = tl.dot(b_k, tl.trans(tl.load(low + o_first, mask=m_tile, other=0.0)), s, input_precision=PRECISION)
+            s = tl.dot(
+                b_k,
+                tl.trans(tl.load(low + o_first, mask=m_tile, other=0.0)),
+                s,
+                input_precision=PRECISION,
+            )
         if not FULL:
             s = tl.where(m_c[None, :], s, float("-inf"))
         s_max = tl.max(s, 1)
-        s_top = tl.min(tl.where(s == s_max[:, None], o_c[None, :], BC), 1)  # the lowest of equal ones
+        # the lowest of equal ones
+        s_top = tl.min(tl.where(s == s_max[:, None], o_c[None, :], BC), 1)
         better = s_max > best
         best = tl.where(better, s_max, best)
         bucket = tl.where(better, first + s_top, bucket)
-    best = tl.where(best == float("-inf"), float("nan"), best)  # of a NaN key, whose products are all NaN
+    # of a NaN key, whose products are all NaN
+    best = tl.where(best == float("-inf"), float("nan"), best)
     o_row = (batch * tl.num_programs(1) + head) * num_keys + row
     tl.store(buckets_ptr + o_row, bucket, mask=m_row)
     tl.store(products_ptr + o_row, best, mask=m_row)
@@ -194,9 +256,11 @@ def _nearest_kernel(
 
 @triton.jit(do_not_specialize=["heads"])
 def _sums_kernel(
-    k_ptr, buckets_ptr, sums_ptr, counts_ptr, stride_kb, stride_kh, stride_km, stride_kd, heads, num_keys, num_buckets,
+    k_ptr, buckets_ptr, sums_ptr, counts_ptr, stride_kb, stride_kh, stride_km, stride_kd, heads,
+    num_keys, num_buckets,
     split_keys,
-    HEAD: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Writes one split's ``sums [S, B, H, C, D]`` and ``counts [S, B, H, C]``."""
     sequence_head, split = tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -206,7 +270,8 @@ def _sums_kernel(
     buckets_ptr += sequence_head * num_keys
 
     total = tl.zeros([BC, BD], tl.float32)
-    # Counts are a product with ones, exact up to 2 ** 24 keys, since a row sum of the tile would need another register layout.
+    # Counts are a product with ones, exact up to 2 ** 24 keys, since a row sum of the tile would
+    # need another register layout.
     count = tl.zeros([BC, 16], tl.float32)
     ones = tl.full([BM, 16], 1.0, k_ptr.dtype.element_ty)
     begin = split * split_keys
@@ -222,5 +287,7 @@ def _sums_kernel(
         count = tl.dot(member, ones, count, input_precision=PRECISION)
     m_c = o_c < num_buckets
     o_out = (split.to(tl.int64) * tl.num_programs(1) + sequence_head) * num_buckets + o_c
-    tl.store(sums_ptr + o_out[:, None] * HEAD + o_d[None, :], total, mask=m_c[:, None] & m_d[None, :])
+    tl.store(
+        sums_ptr + o_out[:, None] * HEAD + o_d[None, :], total, mask=m_c[:, None] & m_d[None, :]
+    )
     tl.store(counts_ptr + o_out, tl.max(count, 1).to(tl.int32), mask=m_c)

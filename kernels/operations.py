@@ -1,15 +1,18 @@
 """Registry of operations.
 
-The public API, bench, configuration, tests and documentation checks read it. ``msattn.kernels.<name>``, or the folder that the
-operation shares with others, exports the function ``<name>``, and ``msattn.kernels.reference`` the same in plain PyTorch. This
-module imports nothing of msattn, so that the command line can list operations at once.
+The public API, bench, configuration, tests and documentation checks read it.
+``msattn.kernels.<name>``, or the folder that the operation shares with others, exports the function
+``<name>``, and ``msattn.kernels.reference`` the same in plain PyTorch. This module imports nothing
+of msattn, so that the command line can list operations at once.
 """
 
 from typing import NamedTuple
 
 
 class Operation(NamedTuple):
-    """One operation; ``differentiable`` ones have a backward pass, ``softcap`` ones can cap scores."""
+    """One operation; ``differentiable`` ones have a backward pass, ``softcap`` ones can cap
+    scores.
+    """
 
     name: str
     differentiable: bool = False

@@ -2,8 +2,8 @@
 
     pooled[t] = concatenation of the requested reductions (avg, max, min) of the tokens of block t
 
-The results are the inputs of SeerAttention's gate (section 3.1). The kernel is in :mod:`msattn.kernels.common.block_pooling`;
-:mod:`msattn.kernels.gate_scores` uses it too.
+The results are the inputs of SeerAttention's gate (section 3.1). The kernel is in
+:mod:`msattn.kernels.common.block_pooling`; :mod:`msattn.kernels.gate_scores` uses it too.
 """
 
 from typing import Any
@@ -33,7 +33,8 @@ def pool_blocks(
     Parameters
     ----------
     x : Tensor ``[B, H, N, D]``
-        Queries or keys, fp32, fp16 or bf16 (fp64 on the torch backend), finite. Strided views are not copied.
+        Queries or keys, fp32, fp16 or bf16 (fp64 on the torch backend), finite. Strided views are
+        not copied.
     poolings : list of {"avg", "max", "min"}
         Poolings in the order of the result, each at most once.
     block_size : int
@@ -48,8 +49,9 @@ def pool_blocks(
     Returns
     -------
     Tensor
-        ``[B, H, ceil(N / block), len(poolings) * D]``, with ``rotated`` D more, fp32 (fp64 for fp64). A partial last block
-        pools its existing tokens; a block without tokens, after the end of a shorter sequence, is 0.
+        ``[B, H, ceil(N / block), len(poolings) * D]``, with ``rotated`` D more, fp32 (fp64 for
+        fp64). A partial last block pools its existing tokens; a block without tokens, after the end
+        of a shorter sequence, is 0.
 
     Raises
     ------
@@ -63,10 +65,19 @@ def pool_blocks(
     check_poolings("poolings", poolings)
     check_rotated("rotated", rotated, "x", x)
     if start is not None:
-        if start.dtype not in (torch.int32, torch.int64) or start.dim() != 1 or len(start) not in (1, x.shape[0]):
-            raise ValueError(f"start is {start.dtype} {tuple(start.shape)}: expected int32 or int64, ({x.shape[0]},) or (1,)")
+        if (
+            start.dtype not in (torch.int32, torch.int64)
+            or start.dim() != 1
+            or len(start) not in (1, x.shape[0])
+        ):
+            raise ValueError(
+                f"start is {start.dtype} {tuple(start.shape)}: expected int32 or int64, "
+                f"({x.shape[0]},) or (1,)"
+            )
         check_device("start", start, "x", x)
-    return _operator(x, ",".join(poolings), block_size, start, rotated, resolve_backend(backend, x, name="x"))
+    return _operator(
+        x, ",".join(poolings), block_size, start, rotated, resolve_backend(backend, x, name="x")
+    )
 
 
 def _reference(poolings: str, **others: Any) -> Tensor:

@@ -1,22 +1,25 @@
 """Selects the buckets of a decoding step by query classifiers.
 
-This is the routing of SAAP (arXiv 2502.08246, section 4). For the query group of a key/value head, with the classifier of each
-of its queries q::
+This is the routing of SAAP (arXiv 2502.08246, section 4). For the query group of a key/value head,
+with the classifier of each of its queries q::
 
-    score[c] = sum over the queries of softmax_c(relu(q W_in + b_in) W_out + b_out)        probes = the L largest
+    score[c] = sum over the queries of softmax_c(relu(q W_in + b_in) W_out + b_out)
+    probes   = the L largest
 
-With the sizes of the buckets, the L densest are selected that reach a threshold: the density of a bucket is the predicted
-attention of one of its keys, as a multiple of that of the mean key.
+With the sizes of the buckets, the L densest are selected that reach a threshold: the density of a
+bucket is the predicted attention of one of its keys, as a multiple of that of the mean key.
 
-Routing is bound by the memory traffic of the weights: a step has one query per head, and classifiers are large. The weights of
-the second layer are read once, and a program starts all its loads before it needs the first one. The first kernel is split-K:
-a program takes a slice of the hidden layer (columns of W_in and the corresponding rows of W_out) and a block of buckets, and
-writes partial logits. The second kernel adds the partial logits of a query group and finds the L largest scores by bisection
-over their bits, because positive floats have the order of their bits as integers.
+Routing is bound by the memory traffic of the weights: a step has one query per head, and
+classifiers are large. The weights of the second layer are read once, and a program starts all its
+loads before it needs the first one. The first kernel is split-K: a program takes a slice of the
+hidden layer (columns of W_in and the corresponding rows of W_out) and a block of buckets, and
+writes partial logits. The second kernel adds the partial logits of a query group and finds the L
+largest scores by bisection over their bits, because positive floats have the order of their bits as
+integers.
 
-Tiles: BM queries of a classifier; a slice of STEPS times BF hidden units; BC buckets; BD head size; BG queries of a group; BP
-all buckets. Prefixes: b_ tile, o_ offset, m_ mask. Grid: (slice and block, classifier, row tile), then (key/value
-head, sequence).
+Tiles: BM queries of a classifier; a slice of STEPS times BF hidden units; BC buckets; BD head size;
+BG queries of a group; BP all buckets. Prefixes: b_ tile, o_ offset, m_ mask. Grid: (slice and
+block, classifier, row tile), then (key/value head, sequence).
 """
 
 import math
@@ -65,10 +68,11 @@ def probe_buckets(
     Parameters
     ----------
     q : Tensor ``[B, Hq, 1, D]``
-        Queries in the form that the classifiers were trained on; fp32, fp16 or bf16 (fp64 on the torch
-        backend). Strided views are not copied.
+        Queries in the form that the classifiers were trained on; fp32, fp16 or bf16 (fp64 on the
+        torch backend). Strided views are not copied.
     weight_in, bias_in : Tensor ``[H, D, F]``, ``[H, 1, F]``
-        First layer of each classifier, in q's dtype; query head h uses classifier ``h // (Hq // H)``.
+        First layer of each classifier, in q's dtype; query head h uses classifier
+        ``h // (Hq // H)``.
     weight_out, bias_out : Tensor ``[H, F, C]``, ``[H, 1, C]``
         Second layer.
     kv_heads : int
@@ -76,8 +80,8 @@ def probe_buckets(
     probes : int
         Number of buckets to select, L, 0 to C.
     sizes : Tensor int32 ``[B, kv_heads, C]``, optional
-        Numbers of keys in the buckets. With them, buckets are compared by their density, ``(score / size) / (sum of the scores
-        / sum of the sizes)``; that of an empty bucket is 0.
+        Numbers of keys in the buckets. With them, buckets are compared by their density, ``(score /
+        size) / (sum of the scores / sum of the sizes)``; that of an empty bucket is 0.
     threshold : float, optional
         With ``sizes``: least density of a selected bucket, 0 or more. Places that are left hold -1.
     backend : {"triton", "torch"}, optional
@@ -86,7 +90,8 @@ def probe_buckets(
     Returns
     -------
     Tensor int32 ``[B, kv_heads, L]``
-        The selected buckets in no particular order. Of buckets that tie for the last place, the kernel selects the first.
+        The selected buckets in no particular order. Of buckets that tie for the last place, the
+        kernel selects the first.
 
     Raises
     ------
@@ -97,11 +102,13 @@ def probe_buckets(
     heads = q.shape[1]
     if q.shape[2] != 1 or kv_heads < 1 or heads % kv_heads:
         raise ValueError(
-            f"q.shape={tuple(q.shape)}: expected [batch, heads, 1, head size], heads a multiple of kv_heads={kv_heads}"
+            f"q.shape={tuple(q.shape)}: expected [batch, heads, 1, head size], heads a multiple "
+            f"of kv_heads={kv_heads}"
         )
     if weight_in.dim() != 3 or weight_out.dim() != 3 or heads % max(1, len(weight_in)):
         raise ValueError(
-            f"weight_in.shape={tuple(weight_in.shape)}, weight_out.shape={tuple(weight_out.shape)}: "
+            f"weight_in.shape={tuple(weight_in.shape)}, "
+            f"weight_out.shape={tuple(weight_out.shape)}: "
             f"expected [H, D, F] and [H, F, C], H a divisor of q's {heads} heads"
         )
     classifiers, hidden, num_buckets = len(weight_in), weight_in.shape[2], weight_out.shape[2]
@@ -121,7 +128,9 @@ def probe_buckets(
     if sizes is not None:
         check_tensor("sizes", sizes, torch.int32, (len(q), kv_heads, num_buckets), "q", q)
     chosen = resolve_backend(backend, q)
-    return _operator(q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes, sizes, threshold, chosen)
+    return _operator(
+        q, weight_in, bias_in, weight_out, bias_out, kv_heads, probes, sizes, threshold, chosen
+    )
 
 
 def launch(
@@ -147,7 +156,8 @@ def launch(
     _partial_logits_kernel[(slices * blocks, classifiers, triton.cdiv(rows, tile_rows))](
         q, *weights[:3], part_logits, q.stride(0), q.stride(1), q.stride(3),
         heads_each, rows, hidden, num_buckets, blocks,
-        HEAD=head, STEPS=2, BM=tile_rows, BF=units // 2, BC=columns, BD=padded_head(head), PRECISION=precision(q.dtype),
+        HEAD=head, STEPS=2, BM=tile_rows, BF=units // 2, BC=columns, BD=padded_head(head),
+        PRECISION=precision(q.dtype),
         num_warps=8, num_stages=3, **pdl_args(q.device),
     )  # fmt: skip
     selected = q.new_empty((batch, kv_heads, probes), dtype=torch.int32)
@@ -172,63 +182,98 @@ _operator = register_op("probe_buckets", launch, reference.probe_buckets, _empty
 
 @triton.jit(do_not_specialize=["heads_each", "rows", "blocks"])
 def _partial_logits_kernel(
-    q_ptr, weight_in_ptr, bias_in_ptr, weight_out_ptr, part_logits_ptr, stride_qb, stride_qh, stride_qd,
+    q_ptr, weight_in_ptr, bias_in_ptr, weight_out_ptr, part_logits_ptr, stride_qb, stride_qh,
+    stride_qd,
     heads_each, rows, hidden, num_buckets, blocks,
-    HEAD: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
+    HEAD: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr,
+    BD: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Writes ``part_logits [slices, B, Hq, C]``, without the bias of the second layer."""
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
-    hidden_slice, block, classifier = tl.program_id(0) // blocks, tl.program_id(0) % blocks, tl.program_id(1).to(tl.int64)
+    hidden_slice, block, classifier = (
+        tl.program_id(0) // blocks,
+        tl.program_id(0) % blocks,
+        tl.program_id(1).to(tl.int64),
+    )
     row = tl.program_id(2) * BM + tl.arange(0, BM)
     m_row = row < rows
     batch, head = row // heads_each, classifier * heads_each + row % heads_each
     bucket, o_d = block * BC + tl.arange(0, BC), tl.arange(0, BD)
     m_bucket, m_d = bucket < num_buckets, o_d < HEAD
-    q_ptrs = q_ptr + (batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh)[:, None] + o_d[None, :] * stride_qd
+    q_ptrs = (
+        q_ptr
+        + (batch.to(tl.int64) * stride_qb + head.to(tl.int64) * stride_qh)[:, None]
+        + o_d[None, :] * stride_qd
+    )
     o_step, all_units = tl.arange(0, STEPS), hidden_slice * STEPS * BF + tl.arange(0, STEPS * BF)
-    biases = tl.load(bias_in_ptr + classifier * hidden + all_units, mask=all_units < hidden, other=0.0).to(tl.float32)
+    biases = tl.load(
+        bias_in_ptr + classifier * hidden + all_units, mask=all_units < hidden, other=0.0
+    ).to(tl.float32)
     biases = tl.reshape(biases, [STEPS, BF])
     part_logit = tl.zeros([BM, BC], tl.float32)
-    # There are as many buffers as steps, so that all loads start before the first product. The mask of the queries depends on
-    # the step; otherwise the compiler would hoist their load out of the loop and wait for it.
+    # There are as many buffers as steps, so that all loads start before the first product. The mask
+    # of the queries depends on the step; otherwise the compiler would hoist their load out of the
+    # loop and wait for it.
     for step in tl.range(0, STEPS):
         unit = (hidden_slice * STEPS + step) * BF + tl.arange(0, BF)
         m_unit = unit < hidden
-        b_q = tl.load(q_ptrs, mask=(m_row & (step < STEPS))[:, None] & m_d[None, :], other=0.0)  # [BM, BD]
+        # [BM, BD]
+        b_q = tl.load(q_ptrs, mask=(m_row & (step < STEPS))[:, None] & m_d[None, :], other=0.0)
         in_ptrs = weight_in_ptr + (classifier * HEAD + o_d[:, None]) * hidden + unit[None, :]
         b_in = tl.load(in_ptrs, mask=m_d[:, None] & m_unit[None, :], other=0.0)  # [BD, BF]
-        out_ptrs = weight_out_ptr + (classifier * hidden + unit[:, None]) * num_buckets + bucket[None, :]
+        out_ptrs = (
+            weight_out_ptr + (classifier * hidden + unit[:, None]) * num_buckets + bucket[None, :]
+        )
         b_out = tl.load(out_ptrs, mask=m_unit[:, None] & m_bucket[None, :], other=0.0)  # [BF, BC]
         bias = tl.sum(tl.where((o_step == step)[:, None], biases, 0.0), 0)
-        h = tl.maximum(tl.dot(b_q, b_in, input_precision=PRECISION) + bias[None, :], 0.0)  # [BM, BF]
-        part_logit = tl.dot(h.to(q_ptr.dtype.element_ty), b_out, part_logit, input_precision=PRECISION)
-    row = (hidden_slice * tl.cdiv(rows, heads_each) + batch).to(tl.int64) * tl.num_programs(1) * heads_each + head
+        # [BM, BF]
+        h = tl.maximum(tl.dot(b_q, b_in, input_precision=PRECISION) + bias[None, :], 0.0)
+        part_logit = tl.dot(
+            h.to(q_ptr.dtype.element_ty), b_out, part_logit, input_precision=PRECISION
+        )
+    row = (hidden_slice * tl.cdiv(rows, heads_each) + batch).to(tl.int64) * tl.num_programs(
+        1
+    ) * heads_each + head
     tl.store(
-        part_logits_ptr + row[:, None] * num_buckets + bucket[None, :], part_logit, mask=m_row[:, None] & m_bucket[None, :]
+        part_logits_ptr + row[:, None] * num_buckets + bucket[None, :],
+        part_logit,
+        mask=m_row[:, None] & m_bucket[None, :],
     )
 
 
 @triton.jit(do_not_specialize=["slices", "group", "heads_each", "probes", "threshold"])
 def _select_kernel(
-    part_logits_ptr, bias_out_ptr, sizes_ptr, selected_ptr, slices, group, heads_each, num_buckets, probes, threshold,
+    part_logits_ptr, bias_out_ptr, sizes_ptr, selected_ptr, slices, group, heads_each, num_buckets,
+    probes, threshold,
     BG: tl.constexpr, BP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Selects the ``probes`` best buckets of one query group, with ``sizes`` those of them that reach ``threshold``."""
+    """Selects the ``probes`` best buckets of one query group, with ``sizes`` those of them that
+    reach ``threshold``.
+    """
     kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     q_heads = tl.num_programs(0) * group
     o_head, bucket = tl.arange(0, BG), tl.arange(0, BP)
     m_bucket = bucket < num_buckets
     m_logit = (o_head < group)[:, None] & m_bucket[None, :]
-    part_logit_ptrs = part_logits_ptr + (batch * q_heads + kv_head * group + o_head)[:, None] * num_buckets + bucket[None, :]
+    part_logit_ptrs = (
+        part_logits_ptr
+        + (batch * q_heads + kv_head * group + o_head)[:, None] * num_buckets
+        + bucket[None, :]
+    )
     bias_ptrs = bias_out_ptr + (kv_head * group + o_head) // heads_each * num_buckets
     logit = tl.load(bias_ptrs[:, None] + bucket[None, :], mask=m_logit, other=0.0).to(tl.float32)
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
-    # Pipelined, because the loads then are asynchronous copies; plain loads that add to registers are serialized.
+    # Pipelined, because the loads then are asynchronous copies; plain loads that add to registers
+    # are serialized.
     for hidden_slice in tl.range(0, slices, num_stages=STAGES):  # type: ignore[misc]
-        logit += tl.load(part_logit_ptrs + hidden_slice * tl.num_programs(1) * q_heads * num_buckets, mask=m_logit, other=0.0)
+        logit += tl.load(
+            part_logit_ptrs + hidden_slice * tl.num_programs(1) * q_heads * num_buckets,
+            mask=m_logit,
+            other=0.0,
+        )
     logit = tl.where(m_bucket[None, :], logit * LOG2_E_, float("-inf"))
     p = tl.exp2(logit - tl.max(logit, 1)[:, None])
     score = tl.sum(tl.where(m_logit, p / tl.sum(p, 1)[:, None], 0.0), 0)
@@ -240,7 +285,8 @@ def _select_kernel(
         score = tl.where(size > 0, score / tl.maximum(size, 1.0) / mean, 0.0)
         found = tl.where(score >= threshold, bucket, -1)
 
-    # Invariant: `reached` >= probes scores are `low` or larger, fewer than probes are `high` or larger.
+    # Invariant: `reached` >= probes scores are `low` or larger, fewer than probes are `high` or
+    # larger.
     bits = tl.where(m_bucket, score.to(tl.int32, bitcast=True), -1)
     low, high = tl.min(tl.where(m_bucket, bits, 0x7FFFFFFF), 0), tl.max(bits, 0) + 1
     reached = num_buckets
@@ -253,8 +299,22 @@ def _select_kernel(
     is_selected = bits >= low
     if reached != probes:  # scores equal to `low` tie: take the first
         last = (bits == low).to(tl.int32)
-        is_selected = is_selected & ((last == 0) | (tl.cumsum(last, 0) <= probes - reached + tl.sum(last, 0)))
-    # Buckets come first, then the places that are left: a reader takes 64 places at a time, and most rows fill the first ones.
+        is_selected = is_selected & (
+            (last == 0) | (tl.cumsum(last, 0) <= probes - reached + tl.sum(last, 0))
+        )
+    # Buckets come first, then the places that are left: a reader takes 64 places at a time, and
+    # most rows fill the first ones.
     live, left = is_selected & (found >= 0), is_selected & (found < 0)
-    place = tl.where(live, tl.cumsum(live.to(tl.int32), 0), tl.sum(live.to(tl.int32), 0) + tl.cumsum(left.to(tl.int32), 0)) - 1
-    tl.store(selected_ptr + (batch * tl.num_programs(0) + kv_head) * probes + place, found, mask=is_selected & (place < probes))
+    place = (
+        tl.where(
+            live,
+            tl.cumsum(live.to(tl.int32), 0),
+            tl.sum(live.to(tl.int32), 0) + tl.cumsum(left.to(tl.int32), 0),
+        )
+        - 1
+    )
+    tl.store(
+        selected_ptr + (batch * tl.num_programs(0) + kv_head) * probes + place,
+        found,
+        mask=is_selected & (place < probes),
+    )

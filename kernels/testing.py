@@ -1,7 +1,8 @@
 """Inputs, exact results and tolerances for tests and benchmarks of the kernels.
 
-Tolerances are derived from rounding, not tuned. A kernel is compared with fp64 attention over the same inputs; its error may be
-that of eager PyTorch in the kernel's precision plus a rounding band (:func:`assert_within_budget`).
+Tolerances are derived from rounding, not tuned. A kernel is compared with fp64 attention over the
+same inputs; its error may be that of eager PyTorch in the kernel's precision plus a rounding band
+(:func:`assert_within_budget`).
 """
 
 import math
@@ -43,7 +44,11 @@ def random_qkv(
     num_keys = num_queries if num_keys is None else num_keys
 
     def draw(heads: int, tokens: int) -> Tensor:
-        x = torch.randn(batch, tokens, heads, head_size, generator=generator).to(device, dtype).transpose(1, 2)
+        x = (
+            torch.randn(batch, tokens, heads, head_size, generator=generator)
+            .to(device, dtype)
+            .transpose(1, 2)
+        )
         return x if strided else x.contiguous()
 
     return draw(q_heads, num_queries), draw(kv_heads, num_keys), draw(kv_heads, num_keys)
@@ -55,27 +60,43 @@ def starts(padding: Sequence[int] | None, device: str | torch.device = "cpu") ->
 
 
 def random_block_mask(
-    batch: int, heads: int, row_blocks: int, col_blocks: int, density: float, device: str | torch.device = "cpu", seed: int = 0
+    batch: int,
+    heads: int,
+    row_blocks: int,
+    col_blocks: int,
+    density: float,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
 ) -> Tensor:
     """Draws ``bool [B, H, Tr, Tc]`` with the given share of True blocks.
 
     The bottom-right aligned diagonal is always True.
     """
     generator = torch.Generator(device).manual_seed(seed)
-    mask = torch.rand(batch, heads, row_blocks, col_blocks, generator=generator, device=device) < density
+    mask = (
+        torch.rand(batch, heads, row_blocks, col_blocks, generator=generator, device=device)
+        < density
+    )
     rows = torch.arange(row_blocks, device=device)
     mask[:, :, rows, (rows + col_blocks - row_blocks).clamp(0, col_blocks - 1)] = True
     return mask
 
 
 def visible(
-    batch: int, num_queries: int, num_keys: int, causal: bool, kv_start: Tensor | None, device: str | torch.device = "cpu"
+    batch: int,
+    num_queries: int,
+    num_keys: int,
+    causal: bool,
+    kv_start: Tensor | None,
+    device: str | torch.device = "cpu",
 ) -> Tensor:
     """Returns the mask of visible keys ``bool [B, 1, N, M]``.
 
     A query sees the keys after the padding and, if ``causal``, none after itself.
     """
-    positions = torch.arange(num_queries, device=device)[:, None] + query_offset(num_queries, num_keys, causal)
+    positions = torch.arange(num_queries, device=device)[:, None] + query_offset(
+        num_queries, num_keys, causal
+    )
     keys = torch.arange(num_keys, device=device)[None, :]
     start = torch.zeros(batch, dtype=torch.int32, device=device) if kv_start is None else kv_start
     start = start[:, None, None, None]
@@ -92,7 +113,8 @@ def block_numbers(
     block_size: int,
     key_block_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the row block of each query and the column block of each key, which have equal sizes by default.
+    """Returns the row block of each query and the column block of each key, which have equal sizes
+    by default.
 
     They are ``int64 [B, N]`` and ``int64 [B, M]``, -1 in the padding.
     """
@@ -101,7 +123,9 @@ def block_numbers(
     offset = query_offset(num_queries, num_keys, causal)
     rows = torch.arange(num_queries, device=device) + offset - start.clamp(min=offset)[:, None]
     cols = torch.arange(num_keys, device=device) - start[:, None]
-    return torch.where(rows < 0, -1, rows // block_size), torch.where(cols < 0, -1, cols // (key_block_size or block_size))
+    return torch.where(rows < 0, -1, rows // block_size), torch.where(
+        cols < 0, -1, cols // (key_block_size or block_size)
+    )
 
 
 def tokens_of_blocks(
@@ -119,27 +143,44 @@ def tokens_of_blocks(
 
     ``block_mask`` is ``[B | 1, Hq | Hkv | 1, Tr, Tc]``.
     """
-    rows, cols = block_numbers(batch, num_queries, num_keys, causal, kv_start, block_size, key_block_size)
+    rows, cols = block_numbers(
+        batch, num_queries, num_keys, causal, kv_start, block_size, key_block_size
+    )
     rows, cols = rows.to(block_mask.device), cols.to(block_mask.device)
-    mask = block_mask.repeat_interleave(q_heads // block_mask.shape[1], dim=1).expand(batch, -1, -1, -1)
+    mask = block_mask.repeat_interleave(q_heads // block_mask.shape[1], dim=1).expand(
+        batch, -1, -1, -1
+    )
     mask = torch.stack([mask[b][:, rows[b]][:, :, cols[b]] for b in range(batch)])
     return mask & (rows >= 0)[:, None, :, None] & (cols >= 0)[:, None, None, :]
 
 
-def pool_over_blocks(probs: Tensor, rows: Tensor, cols: Tensor, blocks: tuple[int, int], pool: str = "max") -> Tensor:
-    """Returns the block map of probabilities, ``[B, H, Tr, Tc]``; ``pool`` is that of ``maxpool_attention``.
+def pool_over_blocks(
+    probs: Tensor, rows: Tensor, cols: Tensor, blocks: tuple[int, int], pool: str = "max"
+) -> Tensor:
+    """Returns the block map of probabilities, ``[B, H, Tr, Tc]``; ``pool`` is that of
+    ``maxpool_attention``.
 
     ``probs`` is ``[B, H, N, M]``; ``rows`` and ``cols`` are those of :func:`block_numbers`.
     """
-    over_keys, over_queries = {"max": ("amax", "amax"), "mass": ("sum", "amax"), "mean_mass": ("sum", "sum")}[pool]
-    rows, cols = (x.where(x >= 0, count).to(probs.device) for x, count in zip((rows, cols), blocks, strict=True))
+    over_keys, over_queries = {
+        "max": ("amax", "amax"),
+        "mass": ("sum", "amax"),
+        "mean_mass": ("sum", "sum"),
+    }[pool]
+    rows, cols = (
+        x.where(x >= 0, count).to(probs.device)
+        for x, count in zip((rows, cols), blocks, strict=True)
+    )
     batch, heads, num_queries, _ = probs.shape
-    by_col = probs.new_zeros((batch, heads, num_queries, blocks[1] + 1))  # the extra last block collects the padding
+    # the extra last block collects the padding
+    by_col = probs.new_zeros((batch, heads, num_queries, blocks[1] + 1))
     by_col.scatter_reduce_(3, cols[:, None, None].expand_as(probs), probs, over_keys)
     block_map = probs.new_zeros((batch, heads, blocks[0] + 1, blocks[1] + 1))
     block_map.scatter_reduce_(2, rows[:, None, :, None].expand_as(by_col), by_col, over_queries)
     if pool == "mean_mass":
-        queries = torch.zeros_like(block_map[:, 0, :, 0]).scatter_add_(1, rows, torch.ones_like(rows, dtype=probs.dtype))
+        queries = torch.zeros_like(block_map[:, 0, :, 0]).scatter_add_(
+            1, rows, torch.ones_like(rows, dtype=probs.dtype)
+        )
         block_map /= queries.clamp(min=1)[:, None, :, None]
     return block_map[..., :-1, :-1]
 
@@ -156,9 +197,10 @@ def dense_attention(
 ) -> Attention:
     """Softmax attention with materialized scores, in ``dtype`` as in eager PyTorch.
 
-    ``seen`` is a boolean mask that broadcasts to ``[B, Hq, N, M]``; a row that sees no key has ``out = 0, lse = -inf``. Softmax
-    statistics are in fp32 or fp64, products have inputs and outputs in ``dtype``. ``score_mod`` modifies the scaled scores
-    ``[B, Hq, N, M]`` before masking. ``sinks [Hq]`` are the scores of one more column, which has no value.
+    ``seen`` is a boolean mask that broadcasts to ``[B, Hq, N, M]``; a row that sees no key has
+    ``out = 0, lse = -inf``. Softmax statistics are in fp32 or fp64, products have inputs and
+    outputs in ``dtype``. ``score_mod`` modifies the scaled scores ``[B, Hq, N, M]`` before masking.
+    ``sinks [Hq]`` are the scores of one more column, which has no value.
     """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
@@ -167,7 +209,11 @@ def dense_attention(
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = (q @ k.transpose(-1, -2)).to(statistics) * factor
     scores = (scores if score_mod is None else score_mod(scores)).masked_fill(~seen, -math.inf)
-    columns = [scores] if sinks is None else [scores, sinks.to(statistics)[:, None, None].expand_as(scores[..., :1])]
+    columns = (
+        [scores]
+        if sinks is None
+        else [scores, sinks.to(statistics)[:, None, None].expand_as(scores[..., :1])]
+    )
     lse = torch.cat(columns, -1).logsumexp(-1)
     probs = (scores - lse.masked_fill(lse == -math.inf, 0)[..., None]).exp()
     return Attention(probs.to(dtype) @ v, lse, probs)
@@ -178,42 +224,60 @@ def capped(softcap: float | None) -> Callable[[Tensor], Tensor] | None:
     return None if softcap is None else lambda scores: softcap * torch.tanh(scores / softcap)
 
 
-def assert_within_budget(name: str, actual: Tensor, exact: Tensor, eager: Tensor, *, term: float = 1.0, count: int = 1) -> None:
+def assert_within_budget(
+    name: str, actual: Tensor, exact: Tensor, eager: Tensor, *, term: float = 1.0, count: int = 1
+) -> None:
     """Asserts that ``actual`` is as accurate as ``eager``, up to a rounding band.
 
-    The largest error of ``actual`` may be that of ``eager`` plus the band. Errors are absolute differences from ``exact``. Let
-    L be the largest absolute value of ``exact``, at least 1. The band is the sum of
+    The largest error of ``actual`` may be that of ``eager`` plus the band. Errors are absolute
+    differences from ``exact``. Let L be the largest absolute value of ``exact``, at least 1. The
+    band is the sum of
 
     - ``eps * L``: one unit in the last place of ``actual``'s dtype, for rounding the result;
-    - ``2 ** -24 * sqrt(count) * L``: half an ulp of the sum for each of ``count`` sequential additions, which eager code
-      does in blocks;
-    - ``3 * 2 ** -21 * max(L, term)``, where ``term`` is the largest term that cancels, for the differences between fp32 kernels
-      and eager code: ``exp2`` of the hardware (2 ulp of 1), scores in base 2 (1 ulp of scores up to 8; about 10^8 pairs of
-      normal inputs reach 6.8), and sums rescaled at each tile (2 ulp of 1).
+    - ``2 ** -24 * sqrt(count) * L``: half an ulp of the sum for each of ``count`` sequential
+      additions, which eager code does in blocks;
+    - ``3 * 2 ** -21 * max(L, term)``, where ``term`` is the largest term that cancels, for the
+      differences between fp32 kernels and eager code: ``exp2`` of the hardware (2 ulp of 1), scores
+      in base 2 (1 ulp of scores up to 8; about 10^8 pairs of normal inputs reach 6.8), and sums
+      rescaled at each tile (2 ulp of 1).
 
     Infinities must be at the same positions, and NaN is never accepted.
     """
-    assert actual.shape == exact.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
+    assert actual.shape == exact.shape, (
+        f"{name}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
+    )
     assert not actual.isnan().any(), f"{name}: {int(actual.isnan().sum())} NaN"
     finite = exact.isfinite()
-    assert torch.equal(actual[~finite].double(), exact[~finite].double()), f"{name}: infinities at the wrong positions"
+    assert torch.equal(actual[~finite].double(), exact[~finite].double()), (
+        f"{name}: infinities at the wrong positions"
+    )
     if not finite.any():
         return
     expected = exact[finite].double()
     error = (actual[finite].double() - expected).abs().max().item()
     eager_error = (eager[finite].double() - expected).abs().max().item()
     largest = max(expected.abs().max().item(), 1.0)
-    band = (torch.finfo(actual.dtype).eps + 2**-24 * count**0.5) * largest + 3 * 2**-21 * max(largest, term)
-    assert error <= eager_error + band, f"{name}: error {error:.3e} exceeds eager's {eager_error:.3e} + band {band:.3e}"
+    band = (torch.finfo(actual.dtype).eps + 2**-24 * count**0.5) * largest + 3 * 2**-21 * max(
+        largest, term
+    )
+    assert error <= eager_error + band, (
+        f"{name}: error {error:.3e} exceeds eager's {eager_error:.3e} + band {band:.3e}"
+    )
 
 
 def random_pages(
-    k: Tensor, v: Tensor, kv_len: Tensor, page_size: int, others: Sequence[Tensor] = (), seed: int = 0
+    k: Tensor,
+    v: Tensor,
+    kv_len: Tensor,
+    page_size: int,
+    others: Sequence[Tensor] = (),
+    seed: int = 0,
 ) -> tuple[PagedKeys, list[Tensor]]:
     """Distributes a cache over shuffled pages, and ``others [B, Hkv, M]`` by slot.
 
-    ``k, v [B, Hkv, M, D]`` become strided views of one buffer, whose other slots hold NaN. Entries of the table past the end of
-    a sequence are -1. The others become ``[P, page_size, Hkv]``, with -1 in other slots.
+    ``k, v [B, Hkv, M, D]`` become strided views of one buffer, whose other slots hold NaN. Entries
+    of the table past the end of a sequence are -1. The others become ``[P, page_size, Hkv]``, with
+    -1 in other slots.
     """
     batch, _, num_keys, _ = k.shape
     shape = batch, -(-num_keys // page_size)

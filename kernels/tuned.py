@@ -1,7 +1,7 @@
 """Tile of each kernel: from the user's tile file, or the shipped one.
 
-Kernels are not tuned at run time. ``msattn bench bench.tune=true`` writes the tiles that are faster than the shipped ones to
-the user's file for the GPU. The file is read once per process.
+Kernels are not tuned at run time. ``msattn bench bench.tune=true`` writes the tiles that are faster
+than the shipped ones to the user's file for the GPU. The file is read once per process.
 """
 
 import json
@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-FORMAT = 3  # version of the user's file; raised when a kernel interprets its tile differently, so that old files are ignored
+# version of the user's file; raised when a kernel interprets its tile differently, so that old
+# files are ignored
+FORMAT = 3
 
 
 class Tile(NamedTuple):
@@ -33,14 +35,38 @@ _SHIPPED = {
     ("maxpool_attention", 80): [Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 32, 8, 1)],
     ("block_sparse_attention", 90): [Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)],
     ("block_sparse_attention", 80): [Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 1)],
-    ("block_sparse_attention_gathered", 90): [Tile(64, 128, 4, 2), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)],
-    ("block_sparse_attention_gathered", 80): [Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 1)],
-    ("paged_block_sparse_attention", 90): [Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)],
-    ("paged_block_sparse_attention", 80): [Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 4, 3)],
+    ("block_sparse_attention_gathered", 90): [
+        Tile(64, 128, 4, 2),
+        Tile(64, 64, 4, 3),
+        Tile(64, 64, 4, 2),
+    ],
+    ("block_sparse_attention_gathered", 80): [
+        Tile(64, 64, 4, 3),
+        Tile(64, 64, 4, 2),
+        Tile(64, 32, 4, 1),
+    ],
+    ("paged_block_sparse_attention", 90): [
+        Tile(64, 64, 4, 3),
+        Tile(64, 64, 4, 3),
+        Tile(64, 64, 4, 2),
+    ],
+    ("paged_block_sparse_attention", 80): [
+        Tile(64, 64, 4, 3),
+        Tile(64, 64, 4, 3),
+        Tile(64, 32, 4, 3),
+    ],
     ("block_sparse_attention_dq", 90): [Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 4, 2)],
     ("block_sparse_attention_dq", 80): [Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(32, 32, 8, 2)],
-    ("block_sparse_attention_dkv", 90): [Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(32, 64, 8, 2)],
-    ("block_sparse_attention_dkv", 80): [Tile(32, 64, 4, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 1)],
+    ("block_sparse_attention_dkv", 90): [
+        Tile(64, 64, 4, 3),
+        Tile(64, 64, 4, 2),
+        Tile(32, 64, 8, 2),
+    ],
+    ("block_sparse_attention_dkv", 80): [
+        Tile(32, 64, 4, 2),
+        Tile(32, 64, 8, 2),
+        Tile(32, 32, 8, 1),
+    ],
     ("multiscale_attention", 90): [Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2)],
     ("multiscale_attention", 80): [Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 1)],
     ("multiscale_attention_dq", 90): [Tile(64, 64, 4, 3), Tile(64, 64, 4, 3), Tile(64, 32, 4, 2)],
@@ -61,11 +87,21 @@ _SHIPPED = {
     ("head_mix_scores", 80): [Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2)],
     ("materialized_attention", 90): [Tile(64, 128, 4, 3), Tile(64, 64, 4, 4), Tile(64, 64, 8, 3)],
     ("materialized_attention", 80): [Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 8, 2)],
-    ("materialized_attention_backward", 90): [Tile(64, 128, 8, 3), Tile(64, 64, 4, 3), Tile(64, 64, 8, 2)],
-    ("materialized_attention_backward", 80): [Tile(64, 64, 4, 2), Tile(64, 64, 8, 2), Tile(32, 64, 8, 1)],
-    ("nearest_centroid", 90): [Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)],  # rows: keys, keys: centroids
+    ("materialized_attention_backward", 90): [
+        Tile(64, 128, 8, 3),
+        Tile(64, 64, 4, 3),
+        Tile(64, 64, 8, 2),
+    ],
+    ("materialized_attention_backward", 80): [
+        Tile(64, 64, 4, 2),
+        Tile(64, 64, 8, 2),
+        Tile(32, 64, 8, 1),
+    ],
+    # rows: keys, keys: centroids
+    ("nearest_centroid", 90): [Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(128, 64, 8, 2)],
     ("nearest_centroid", 80): [Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)],
-    ("bucket_sums", 90): [Tile(128, 32, 8, 4, 2), Tile(128, 32, 8, 4, 2), Tile(128, 32, 8, 4)],  # rows: buckets, keys: keys
+    # rows: buckets, keys: keys
+    ("bucket_sums", 90): [Tile(128, 32, 8, 4, 2), Tile(128, 32, 8, 4, 2), Tile(128, 32, 8, 4)],
     ("bucket_sums", 80): [Tile(128, 32, 8, 3, 2), Tile(128, 32, 8, 3, 2), Tile(64, 32, 8, 3)],
 }
 # (kernel, bytes of a padded head, compute capability) -> tile
@@ -90,8 +126,8 @@ FULL_PRECISION = dict.fromkeys((kernel for kernel, _ in _SHIPPED), Tile(64, 16, 
 def pick(kernel: str, padded_head: int, dtype: torch.dtype, capability: int) -> Tile:
     """Returns the tile of a kernel for heads of the given padded size.
 
-    A GPU without entries in ``TILES`` uses those of the next older compute capability. Heads of 512 have the tile of heads of
-    256 with half the rows and keys, which has as many bytes.
+    A GPU without entries in ``TILES`` uses those of the next older compute capability. Heads of 512
+    have the tile of heads of 256 with half the rows and keys, which has as many bytes.
     """
     if padded_head > 256 and (kernel, head_bytes(padded_head, dtype)) not in user_tiles():
         tile = pick(kernel, 256, dtype, capability)
@@ -100,7 +136,9 @@ def pick(kernel: str, padded_head: int, dtype: torch.dtype, capability: int) -> 
         return FULL_PRECISION[kernel]
     size = head_bytes(padded_head, dtype)
     tuned_by_user = user_tiles().get((kernel, size))
-    known = [sm for name, width, sm in TILES if name == kernel and width == size and sm <= capability]
+    known = [
+        sm for name, width, sm in TILES if name == kernel and width == size and sm <= capability
+    ]
     return tuned_by_user or TILES[kernel, size, max(known, default=80)]
 
 
@@ -112,7 +150,8 @@ def head_bytes(padded_head: int, dtype: torch.dtype) -> int:
 def user_tiles_path(gpu: str) -> Path:
     """Returns the user's tile file for a GPU.
 
-    It lies in the folder ``tiles`` of ``$MSATTN_CACHE``, by default ``$XDG_CACHE_HOME/msattn`` or ``~/.cache/msattn``.
+    It lies in the folder ``tiles`` of ``$MSATTN_CACHE``, by default ``$XDG_CACHE_HOME/msattn`` or
+    ``~/.cache/msattn``.
     """
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(os.environ.get("MSATTN_CACHE") or Path(caches, "msattn"))
@@ -121,7 +160,8 @@ def user_tiles_path(gpu: str) -> Path:
 
 def user_tiles_header(gpu: str) -> dict[str, str | int]:
     """Returns the header that the tile file must match to be read."""
-    from triton import __version__  # importlib.metadata would need the distribution's name, of which there are several
+    # importlib.metadata would need the distribution's name, of which there are several
+    from triton import __version__
 
     return {"format": FORMAT, "gpu": gpu, "triton": __version__}
 
@@ -129,20 +169,29 @@ def user_tiles_header(gpu: str) -> dict[str, str | int]:
 def read_user_tiles(gpu: str) -> dict[tuple[str, int], Tile]:
     """Reads ``{(kernel, head bytes): tile}`` from the user's file for a GPU.
 
-    Returns an empty dict if there is no file. If the file is damaged or its header differs, it also warns.
+    Returns an empty dict if there is no file. If the file is damaged or its header differs, it also
+    warns.
     """
     path = user_tiles_path(gpu)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         for key, value in user_tiles_header(gpu).items():
             if document.get(key) != value:
-                raise ValueError(f"it was written for {key}={document.get(key)}, this is {key}={value}")
+                raise ValueError(
+                    f"it was written for {key}={document.get(key)}, this is {key}={value}"
+                )
         rows = document["tiles"]
-        return {(row["kernel"], row["head_bytes"]): Tile(*(int(row[field]) for field in Tile._fields)) for row in rows}
+        return {
+            (row["kernel"], row["head_bytes"]): Tile(*(int(row[field]) for field in Tile._fields))
+            for row in rows
+        }
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        warnings.warn(f"{path} is ignored and the shipped tiles are used: {error or type(error).__name__}", stacklevel=2)
+        warnings.warn(
+            f"{path} is ignored and the shipped tiles are used: {error or type(error).__name__}",
+            stacklevel=2,
+        )
         return {}
 
 

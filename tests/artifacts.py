@@ -24,7 +24,11 @@ MODEL = {
 def save(folder: Path, value: float = 1.0, **options: Any) -> Path:
     fields: dict[str, Any] = {
         "kind": "gate",
-        "tensors": {"a": torch.full((2, 3), value), "b": torch.tensor(7, dtype=torch.int32), "c": torch.ones(4).bfloat16()},
+        "tensors": {
+            "a": torch.full((2, 3), value),
+            "b": torch.tensor(7, dtype=torch.int32),
+            "c": torch.ones(4).bfloat16(),
+        },
         "config": {"seed": 3, "gate": {"block_size": 64}},
         "model": MODEL,
         "details": {"gate": {"block_size": 64}},

@@ -1,4 +1,6 @@
-"""Shared fixtures. Without a GPU, Triton kernels run interpreted; every test starts from the same seed."""
+"""Shared fixtures. Without a GPU, Triton kernels run interpreted; every test starts from the same
+seed.
+"""
 
 import gc
 import os
@@ -25,11 +27,16 @@ NO_MODEL = "needs SmolLM2"  # begins the reason of tests that are skipped withou
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Without a GPU, skips GPU tests and marks later cases of interpreted kernels as slow.
 
-    The operator checks of kernels are GPU tests: interpreted they take long, and those of the reference check the same schema.
+    The operator checks of kernels are GPU tests: interpreted they take long, and those of the
+    reference check the same schema.
     """
     interpreted: Counter[tuple[str, str]] = Counter()
     for item in items:
-        arguments = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        arguments = (
+            item.callspec.params
+            if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+            else {}
+        )
         runs_kernel = arguments.get("backend") == "triton"
         if runs_kernel and item.name.startswith("test_operator"):
             item.add_marker(pytest.mark.gpu)
@@ -46,7 +53,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Prints how many tests had no model."""
-    if count := sum(NO_MODEL in str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])):
+    if count := sum(
+        NO_MODEL in str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])
+    ):
         terminalreporter.section(f"{count} tests on SmolLM2 were left out: make models brings it")
 
 
@@ -64,7 +73,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _unmeasured_device() -> Iterator[None]:
-    """Attached models are sparse at every length, as on a device whose break-even lengths were not measured."""
+    """Attached models are sparse at every length, as on a device whose break-even lengths were not
+    measured.
+    """
     from msattn.trainer.models import break_even
 
     with pytest.MonkeyPatch.context() as patch:
@@ -75,7 +86,9 @@ def _unmeasured_device() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_lines_about_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands that a slow machine runs for more than 10 seconds print what they print on a fast one."""
+    """Commands that a slow machine runs for more than 10 seconds print what they print on a fast
+    one.
+    """
     from msattn.trainer import progress
 
     monkeypatch.setattr(progress, "INTERVAL", 3600.0)
@@ -97,7 +110,9 @@ def device() -> str:
 
 @pytest.fixture
 def steady_device(device: str, backend: str) -> str:
-    """A device on which a backend is deterministic: PyTorch on a GPU adds up in a different order each time."""
+    """A device on which a backend is deterministic: PyTorch on a GPU adds up in a different order
+    each time.
+    """
     return device if backend == "triton" else "cpu"
 
 
@@ -111,7 +126,9 @@ def poisoned() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _coarse(device: str) -> Iterator[None]:
-    """Larger tiles than the shipped ones: the interpreter takes the same time for a tile of any size."""
+    """Larger tiles than the shipped ones: the interpreter takes the same time for a tile of any
+    size.
+    """
     from msattn.kernels import tuned
     from msattn.kernels.multiscale_attention import levels as multiscale_levels
 
@@ -119,7 +136,9 @@ def _coarse(device: str) -> Iterator[None]:
         if device == "cpu":
             patch.setattr(multiscale_levels, "POOL_TILE_ELEMENTS", 2**15)
             for operation, tile in tuned.FULL_PRECISION.items():
-                patch.setitem(tuned.FULL_PRECISION, operation, tuned.Tile(max(64, tile.rows), 64, 4, 1))
+                patch.setitem(
+                    tuned.FULL_PRECISION, operation, tuned.Tile(max(64, tile.rows), 64, 4, 1)
+                )
         yield
 
 
@@ -131,15 +150,18 @@ def round_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     from msattn.kernels.bench.timing import time_ms
 
     monkeypatch.setattr(run, "ceilings", lambda device, dtype: PeakRates(2.0, 0.5))
-    monkeypatch.setattr(run, "time_ms", lambda call, device, budget_s: time_ms(call, device, 5, 0.01))
+    monkeypatch.setattr(
+        run, "time_ms", lambda call, device, budget_s: time_ms(call, device, 5, 0.01)
+    )
 
 
 @pytest.fixture
 def quick_start(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Makes commands start faster.
 
-    Hydra parses each YAML file once, and composes the jobs of a sweep once instead of twice. No garbage is collected, and no
-    pictures of block maps are drawn during training: the test of the demo draws them.
+    Hydra parses each YAML file once, and composes the jobs of a sweep once instead of twice. No
+    garbage is collected, and no pictures of block maps are drawn during training: the test of the
+    demo draws them.
     """
     from hydra.plugins.sweeper import Sweeper
     from omegaconf import OmegaConf

@@ -10,14 +10,26 @@ from msattn.trainer.config import ModelConfig
 from msattn.trainer.models import Loaded, load
 from tests.factory import save_tokenizer, tiny_model
 
-END, END_TEXT = 128, "<|im_end|>"  # a token, which is no special token, as in some fine-tuned checkpoints
-ENDING_WITH = "{%% for m in messages %%}{{ m.content }}{%% if m.role == 'assistant' %%} %s{%% endif %%}{%% endfor %%}"
+# a token, which is no special token, as in some fine-tuned checkpoints
+END, END_TEXT = 128, "<|im_end|>"
+ENDING_WITH = (
+    "{%% for m in messages %%}{{ m.content }}{%% if m.role == 'assistant' %%} %s{%% "
+    "endif %%}{%% endfor %%}"
+)
 
 
 def saved(
-    folder: Path, *, config: Any = None, generation: Any = None, template: Any = None, eos: Any = None, added: str = END_TEXT
+    folder: Path,
+    *,
+    config: Any = None,
+    generation: Any = None,
+    template: Any = None,
+    eos: Any = None,
+    added: str = END_TEXT,
 ) -> Loaded:
-    """Saves a small model that names these end tokens, and returns it loaded; ``added`` is a token that is no ordinary text."""
+    """Saves a small model that names these end tokens, and returns it loaded; ``added`` is a token
+    that is no ordinary text.
+    """
     model = tiny_model(vocab_size=144)
     model.generation_config.eos_token_id = generation
     model.save_pretrained(folder)
@@ -33,4 +45,6 @@ def saved(
 
 def first_unique(tokens: list[int]) -> int:
     """Returns a token after the third that does not occur before its place."""
-    return next(token for place, token in enumerate(tokens) if place > 2 and tokens.index(token) == place)
+    return next(
+        token for place, token in enumerate(tokens) if place > 2 and tokens.index(token) == place
+    )

@@ -16,7 +16,8 @@ from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers are Llama's; they stand for all families in most tests
+# whose layers are Llama's; they stand for all families in most tests
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPES: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"factor": 2.0},
@@ -82,7 +83,12 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {  # with the keys that their small 
         "floor_scale": 16,
         "num_experts_per_tok": 1,
     },
-    "gemma2": {**MIXED, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "gemma2": {
+        **MIXED,
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
     "gpt_oss": {**MIXED, **EXPERTS, "rope_parameters": YARN},
     "gemma4_text": {
         "num_hidden_layers": 4,
@@ -90,23 +96,55 @@ OTHER_FAMILIES: dict[str, dict[str, Any]] = {  # with the keys that their small 
         "num_kv_shared_layers": 2,
         "sliding_window": 24,
         "attention_k_eq_v": True,
-        "per_layer_config": {layer: {"head_dim": 32, "num_key_value_heads": 1} for layer in ("1", "3")},
+        "per_layer_config": {
+            layer: {"head_dim": 32, "num_key_value_heads": 1} for layer in ("1", "3")
+        },
         "vocab_size_per_layer_input": 4096,
         "hidden_size_per_layer_input": 8,
         "final_logit_softcapping": 3.0,
         "rope_parameters": {
-            "full_attention": {"rope_type": "proportional", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
+            "full_attention": {
+                "rope_type": "proportional",
+                "rope_theta": 100.0,
+                "partial_rotary_factor": 0.25,
+            },
             "sliding_attention": DEFAULT,
         },
     },
-    "glm4_moe": {**MANY_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "use_qk_norm": True, "rope_parameters": PARTIAL},
-    "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16}},
-    "hunyuan_v1_dense": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 1.0, "alpha": 8.0}},
+    "glm4_moe": {
+        **MANY_EXPERTS,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "use_qk_norm": True,
+        "rope_parameters": PARTIAL,
+    },
+    "ministral3": {
+        "rope_parameters": YARN
+        | {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 16}
+    },
+    "hunyuan_v1_dense": {
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 100.0,
+            "factor": 1.0,
+            "alpha": 8.0,
+        }
+    },
     "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "hy_v3": {**MANY_EXPERTS, "num_experts": 4},
-    "qwen3_next": {**BETWEEN_LINEAR, **MANY_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
+    "qwen3_next": {
+        **BETWEEN_LINEAR,
+        **MANY_EXPERTS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+    },
     "qwen3_5_text": BETWEEN_LINEAR,
-    "qwen3_5_moe_text": {**BETWEEN_LINEAR, **MANY_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 32},
+    "qwen3_5_moe_text": {
+        **BETWEEN_LINEAR,
+        **MANY_EXPERTS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 32,
+    },
 }
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -124,10 +162,16 @@ SIZES: dict[str, Any] = {
 }
 
 
-def tiny_architecture(family: str = "llama", rope: str = "default", **overrides: Any) -> dict[str, Any]:
+def tiny_architecture(
+    family: str = "llama", rope: str = "default", **overrides: Any
+) -> dict[str, Any]:
     """Returns the keys of a small ``config.json``; ``overrides`` replace any of them."""
     parameters = {"rope_type": rope, "rope_theta": 10000.0, **ROPES[rope]}
-    sizes = {key: size for key, size in SIZES.items() if (family, key) != ("qwen3_5_moe_text", "intermediate_size")}
+    sizes = {
+        key: size
+        for key, size in SIZES.items()
+        if (family, key) != ("qwen3_5_moe_text", "intermediate_size")
+    }
     window = {"sliding_window": None} if family == "mistral" else {}
     return {
         "model_type": family,
@@ -144,14 +188,20 @@ def tiny_config(family: str = "llama", rope: str = "default", **overrides: Any) 
     return AutoConfig.for_model(architecture.pop("model_type"), **architecture)
 
 
-def tiny_model(family: str = "llama", rope: str = "default", seed: int = 0, **overrides: Any) -> Any:
+def tiny_model(
+    family: str = "llama", rope: str = "default", seed: int = 0, **overrides: Any
+) -> Any:
     """Returns a frozen fp32 model in eval mode on the CPU; equal arguments give equal weights."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        own = {"attn_implementation": "eager"} if family in ("gemma2", "gpt_oss") else {}  # SDPA neither caps nor has sinks
-        model = AutoModelForCausalLM.from_config(tiny_config(family, rope, **overrides), dtype=torch.float32, **own)
+        # SDPA neither caps nor has sinks
+        own = {"attn_implementation": "eager"} if family in ("gemma2", "gpt_oss") else {}
+        model = AutoModelForCausalLM.from_config(
+            tiny_config(family, rope, **overrides), dtype=torch.float32, **own
+        )
         for name, parameter in model.named_parameters():
-            if name.endswith(("norm.weight", "proj.bias")):  # the defaults 1 and 0 would hide a missing norm or bias
+            # the defaults 1 and 0 would hide a missing norm or bias
+            if name.endswith(("norm.weight", "proj.bias")):
                 torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
             if name.endswith("sinks"):
                 torch.nn.init.normal_(parameter, mean=1.0, std=1.0)
@@ -160,7 +210,9 @@ def tiny_model(family: str = "llama", rope: str = "default", seed: int = 0, **ov
 
 def random_tokens(batch: int, length: int, seed: int = 0, vocab_size: int = 128) -> Tensor:
     """Returns a LongTensor [batch, length] without token 0, the padding token."""
-    return torch.randint(1, vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        1, vocab_size, (batch, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 @torch.no_grad()
@@ -178,10 +230,18 @@ def inputs_of_layers(model: Any, ids: Tensor, **inputs: Any) -> list[LayerInputs
 
 
 def random_partition(
-    buckets: int = 6, *, layers: Sequence[int] = (0, 1), heads: int = 2, size: int = 16, rope: bool = False, seed: int = 0
+    buckets: int = 6,
+    *,
+    layers: Sequence[int] = (0, 1),
+    heads: int = 2,
+    size: int = 16,
+    rope: bool = False,
+    seed: int = 0,
 ) -> KMeans:
     """Returns random centroids, by default for :func:`tiny_model`."""
-    drawn = torch.randn(len(layers), heads, buckets, size, generator=torch.Generator().manual_seed(seed))
+    drawn = torch.randn(
+        len(layers), heads, buckets, size, generator=torch.Generator().manual_seed(seed)
+    )
     return KMeans(torch.nn.functional.normalize(drawn, dim=-1), list(layers), rope)
 
 
@@ -192,7 +252,9 @@ def prompts_of(*lengths: int, prefix: int = 0) -> list[list[int]]:
 
 
 def left_padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Pads rows [N_b] on the left; returns ``input_ids`` and ``attention_mask``, both [B, max N]."""
+    """Pads rows [N_b] on the left; returns ``input_ids`` and ``attention_mask``, both [B, max
+    N].
+    """
     length = max(len(row) for row in rows)
     ids = torch.stack([torch.cat((row.new_zeros(length - len(row)), row)) for row in rows])
     mask = torch.stack([(torch.arange(length) >= length - len(row)).long() for row in rows])
@@ -204,7 +266,9 @@ def save_tokenizer(folder: Path, vocab_size: int = 128) -> None:
     vocab = {f"t{i}": i for i in range(vocab_size)}
     words = Tokenizer(WordLevel(vocab, unk_token="t0"))
     words.pre_tokenizer = WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t0").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t0").save_pretrained(
+        folder
+    )
 
 
 def embedded_tokenizer() -> PreTrainedTokenizerFast:
@@ -214,5 +278,6 @@ def embedded_tokenizer() -> PreTrainedTokenizerFast:
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif "
+    "%}"
 )

@@ -1,4 +1,6 @@
-"""A stand-in for the Hugging Face Hub: an HTTP server with the endpoints that pushes and downloads call."""
+"""A stand-in for the Hugging Face Hub: an HTTP server with the endpoints that pushes and downloads
+call.
+"""
 
 import base64
 import hashlib
@@ -46,8 +48,8 @@ class Hub:
 
     Attributes
     ----------
-    faults : statuses (or :data:`CUT`, :data:`HANG`) of requests whose method and path contain the key, such as ``PUT /lfs``.
-    calls : methods and paths of all requests.
+    faults : statuses (or :data:`CUT`, :data:`HANG`) of requests whose method and path contain the
+    key, such as ``PUT /lfs``. calls : methods and paths of all requests.
     ended : set when the server ends.
     """
 
@@ -78,7 +80,9 @@ def serving() -> Iterator[Hub]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), OfHub)
     server.daemon_threads = True
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     try:
         yield hub
@@ -96,13 +100,18 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         constants = huggingface_hub.constants
         monkeypatch.setattr(constants, "ENDPOINT", found.url)
         monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{found.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            f"{found.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}",
         )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # content goes to the Hub by HTTP alone
+        # content goes to the Hub by HTTP alone
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
+        monkeypatch.setattr(
+            "huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None)
+        )
         yield found
         huggingface_hub.utils.close_session()
 
@@ -142,8 +151,13 @@ class Handler(BaseHTTPRequestHandler):
                 if status == HANG:
                     self.state.ended.wait()
                 refusal = {"error": f"refused {self.headers['Authorization']}"}
-                # told of the end, the client does not send its next request into a connection that is about to end
-                return None if status in (CUT, HANG) else self._send(status, refusal, Connection="close")
+                # told of the end, the client does not send its next request into a connection that
+                # is about to end
+                return (
+                    None
+                    if status in (CUT, HANG)
+                    else self._send(status, refusal, Connection="close")
+                )
         return handle(path, body)
 
     def _chunk(self) -> bytes:
@@ -162,7 +176,9 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _user(self) -> str | None:
-        return {f"Bearer {TOKEN}": "someone", f"Bearer {READER}": "reader"}.get(self.headers.get("Authorization", ""))
+        return {f"Bearer {TOKEN}": "someone", f"Bearer {READER}": "reader"}.get(
+            self.headers.get("Authorization", "")
+        )
 
     def _repository(self, name: str) -> Repository | None:
         """Returns a repository that the user may see; otherwise answers."""
@@ -197,7 +213,9 @@ class Handler(BaseHTTPRequestHandler):
             etag = f'"{entry(file, files[file])["oid"]}"'
             return self._send(200, files[file], ETag=etag, X_Repo_Commit=commit)
         siblings = [{"rfilename": file} for file in files]
-        return self._send(200, {"id": name, "sha": commit, "private": repository.private, "siblings": siblings})
+        return self._send(
+            200, {"id": name, "sha": commit, "private": repository.private, "siblings": siblings}
+        )
 
     def _post(self, path: str, body: bytes) -> None:
         user = self._user()
@@ -207,7 +225,9 @@ class Handler(BaseHTTPRequestHandler):
             return self._create(user, json.loads(body))
         if path == "/api/validate-yaml":
             return self._validate(json.loads(body)["content"])
-        name = path.removeprefix("/api/models").strip("/").removesuffix(".git/info/lfs/objects/batch")
+        name = (
+            path.removeprefix("/api/models").strip("/").removesuffix(".git/info/lfs/objects/batch")
+        )
         name, *what = ("/".join(name.split("/")[:2]), *name.split("/")[2:])
         repository = self._repository(name)
         if repository is None:
@@ -216,7 +236,9 @@ class Handler(BaseHTTPRequestHandler):
             return self._send(403, {"error": "Forbidden"})
         files = repository.commits[-1][1]
         if what[:1] == ["preupload"]:
-            return self._send(200, {"files": [mode(each["path"], files) for each in json.loads(body)["files"]]})
+            return self._send(
+                200, {"files": [mode(each["path"], files) for each in json.loads(body)["files"]]}
+            )
         if what[:1] == ["commit"]:
             return self._commit(repository, name, [json.loads(line) for line in body.splitlines()])
         upload = {"upload": {"href": f"{self.state.url}/lfs"}}
@@ -229,7 +251,9 @@ class Handler(BaseHTTPRequestHandler):
     def _create(self, user: str, asked: dict[str, Any]) -> None:
         name = f"{asked['organization']}/{asked['name']}"
         if user != asked["organization"]:
-            return self._send(403, {"error": "You don't have the rights to create a model under this namespace"})
+            return self._send(
+                403, {"error": "You don't have the rights to create a model under this namespace"}
+            )
         url = {"url": f"{self.state.url}/{name}"}
         if name in self.state.repositories:
             return self._send(409, {"error": "You already created this model repo", **url})
@@ -262,7 +286,9 @@ class Handler(BaseHTTPRequestHandler):
             elif line["key"] == "deletedFile":
                 del files[value["path"]]
         commit = repository.commit(files)
-        self._send(200, {"commitUrl": f"{self.state.url}/{name}/commit/{commit}", "commitOid": commit})
+        self._send(
+            200, {"commitUrl": f"{self.state.url}/{name}/commit/{commit}", "commitOid": commit}
+        )
 
 
 def is_lfs(path: str) -> bool:
@@ -271,12 +297,18 @@ def is_lfs(path: str) -> bool:
 
 def mode(path: str, files: dict[str, bytes]) -> dict[str, Any]:
     """Returns the answer of ``preupload`` for a file."""
-    found = {"path": path, "uploadMode": "lfs" if is_lfs(path) else "regular", "shouldIgnore": False}
+    found = {
+        "path": path,
+        "uploadMode": "lfs" if is_lfs(path) else "regular",
+        "shouldIgnore": False,
+    }
     return found | ({"oid": entry(path, files[path])["oid"]} if path in files else {})
 
 
 def entry(path: str, content: bytes) -> dict[str, Any]:
-    """Returns the entry of a file in ``tree``: with its hash in git, or of an LFS file its SHA-256."""
+    """Returns the entry of a file in ``tree``: with its hash in git, or of an LFS file its
+    SHA-256.
+    """
     git = hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
     found = {"type": "file", "path": path, "size": len(content), "oid": git}
     if is_lfs(path):

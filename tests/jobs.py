@@ -1,4 +1,6 @@
-"""Runs scripts in separate processes: forked from a server with warm imports, or launched as a user would."""
+"""Runs scripts in separate processes: forked from a server with warm imports, or launched as a user
+would.
+"""
 
 import multiprocessing
 import os
@@ -34,12 +36,15 @@ _forks.set_forkserver_preload(
         "transformers.models.llama.modeling_llama",
     ]
 )
-# Launched processes keep bytecode of all they import even if the tests run without: compiling takes most of their start.
+# Launched processes keep bytecode of all they import even if the tests run without: compiling takes
+# most of their start.
 BYTECODE = {"PYTHONPYCACHEPREFIX": str(ROOT / ".pytest_cache/bytecode")}
 
 
 def prepare() -> None:
-    """Starts the server that forks jobs, unless it runs; its imports, many seconds, go on beside the test."""
+    """Starts the server that forks jobs, unless it runs; its imports, many seconds, go on beside
+    the test.
+    """
     with patch.dict(os.environ, BYTECODE):
         forkserver.ensure_running()
 
@@ -47,8 +52,9 @@ def prepare() -> None:
 class Job:
     """Runs ``script`` with ``arguments``; stdout and stderr go to files in ``folder``.
 
-    The processes (ranks, if there are several) are forked from a server that has done the slow imports. GPUs are hidden:
-    libraries that find some assign one to each rank, even for jobs on the CPU.
+    The processes (ranks, if there are several) are forked from a server that has done the slow
+    imports. GPUs are hidden: libraries that find some assign one to each rank, even for jobs on the
+    CPU.
     """
 
     def __init__(self, script: str, folder: Path, *arguments: object, processes: int = 1) -> None:
@@ -60,16 +66,27 @@ class Job:
         self._start([str(file), *map(str, arguments)], processes)
 
     def _start(self, call: list[str], processes: int) -> None:
-        shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost", "MASTER_PORT": _free_port()}
-        several = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+        shared = {
+            "WORLD_SIZE": str(processes),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": _free_port(),
+        }
+        several = [
+            shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)
+        ]
         each = [NO_GPU | own for own in (several if processes > 1 else [{}])]
         prepare()
-        self._ranks = [_forks.Process(target=_run, args=(call, own, str(self.out), str(self.err))) for own in each]
+        self._ranks = [
+            _forks.Process(target=_run, args=(call, own, str(self.out), str(self.err)))
+            for own in each
+        ]
         for rank in self._ranks:
             rank.start()
 
     def poll(self) -> int | None:
-        """Returns the exit code, that of a failed process if there is one; None while a process runs."""
+        """Returns the exit code, that of a failed process if there is one; None while a process
+        runs.
+        """
         codes = [rank.exitcode for rank in self._ranks]
         return None if None in codes else next((code for code in codes if code), 0)
 
@@ -96,7 +113,9 @@ class Job:
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Waits until ``condition()`` is true; fails if the job ends before."""
         self._wait_until(lambda: condition() or self.poll() is not None)
-        assert self.poll() is None or condition(), f"the job ended too early: {self.err.read_text()}"
+        assert self.poll() is None or condition(), (
+            f"the job ended too early: {self.err.read_text()}"
+        )
 
     def wait(self) -> int:
         """Waits until the job has ended and returns its exit code."""
@@ -115,17 +134,29 @@ class Job:
 
 
 class LaunchedJob(Job):
-    """Starts the script with ``python``, or ``torchrun`` for several processes; signals and exit code are the launcher's."""
+    """Starts the script with ``python``, or ``torchrun`` for several processes; signals and exit
+    code are the launcher's.
+    """
 
     hidden: ClassVar[dict[str, str]] = NO_GPU
 
     def _start(self, call: list[str], processes: int) -> None:
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # where msattn is not installed, they hold it
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+        # where msattn is not installed, they hold it
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        torchrun = (
+            ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+            if processes > 1
+            else []
+        )
         with self.out.open("w") as out, self.err.open("w") as err:
             self.process = psutil.Popen(
                 [sys.executable, *torchrun, *call],
-                env={**os.environ, **self.hidden, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+                env={
+                    **os.environ,
+                    **self.hidden,
+                    "PYTHONPATH": os.pathsep.join(paths),
+                    "OMP_NUM_THREADS": "1",
+                }
                 | BYTECODE
                 | {"PYTHONDONTWRITEBYTECODE": ""},
                 stdout=out,

@@ -20,7 +20,8 @@ SHAPE = [  # of a model that trains and answers in seconds
     "model.architecture.head_dim=8",
 ]
 TEXTS = ["data=text", "data.path=text.txt", "data.heldout_path=heldout.txt"]  # those of write_texts
-WORDS = " ".join(map("".join, itertools.product("aeiou", "lmnrst", "aeiou", "lmnrst")))  # enough that RULER can draw its 500
+# enough that RULER can draw its 500
+WORDS = " ".join(map("".join, itertools.product("aeiou", "lmnrst", "aeiou", "lmnrst")))
 
 
 def exit_code(*arguments: str) -> int:
@@ -36,13 +37,21 @@ def succeed(*arguments: str) -> None:
 
 
 def write_texts(functions: int = 1000) -> None:
-    """Writes ``text.txt`` and ``heldout.txt``, different code of that many functions, into the working directory."""
-    Path("text.txt").write_text("\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(functions)))
-    Path("heldout.txt").write_text("\n".join(f"def method_{i}(y):\n    return y - {i}" for i in range(functions)))
+    """Writes ``text.txt`` and ``heldout.txt``, different code of that many functions, into the
+    working directory.
+    """
+    Path("text.txt").write_text(
+        "\n".join(f"def function_{i}(x):\n    return x + {i}" for i in range(functions))
+    )
+    Path("heldout.txt").write_text(
+        "\n".join(f"def method_{i}(y):\n    return y - {i}" for i in range(functions))
+    )
 
 
 def metrics_lines(folder: Path) -> list[dict[str, Any]]:
-    """Returns the lines of ``metrics.jsonl``, which are JSON without its extensions NaN and Infinity."""
+    """Returns the lines of ``metrics.jsonl``, which are JSON without its extensions NaN and
+    Infinity.
+    """
 
     def no_constant(name: str) -> None:
         raise AssertionError(f"{name} is not JSON")
@@ -60,7 +69,13 @@ SMALL = [
     "data.path=text.txt",
     "data.seq_len=128",
 ]
-SMALL_EVAL = [*SMALL, "eval=recall", "eval.baselines=[random]", "eval.recall.num_chunks=1", "eval.recall.num_queries=4"]
+SMALL_EVAL = [
+    *SMALL,
+    "eval=recall",
+    "eval.baselines=[random]",
+    "eval.recall.num_chunks=1",
+    "eval.recall.num_queries=4",
+]
 SMALL_EVAL += ["eval.recall.length=128", "recent=16", "eval.recall.probes=[1]"]
 
 

@@ -35,24 +35,50 @@ def gate_for(model: Any) -> Gate:
 
 def by_pooled_scores(model: Any, sparsity: float = 0.5) -> Selection:
     """Returns a selection by pooled queries alone, which chunks of a prompt do not change."""
-    return Selection(TopK(sparsity=sparsity), GateScores(gate_for(model), last_block="pooled"), AlwaysRead(0, 0))
+    return Selection(
+        TopK(sparsity=sparsity), GateScores(gate_for(model), last_block="pooled"), AlwaysRead(0, 0)
+    )
 
 
 @contextmanager
 def attach_reading_all(model: Any, **options: Any) -> Iterator[Sparse]:
     """Attaches a gate and a router so that every key is read."""
-    settings: dict[str, Any] = {"probes": BUCKETS, "recent": 1, "sink": 0, "dense_layers": (), "qmodel": random_partition()}
+    settings: dict[str, Any] = {
+        "probes": BUCKETS,
+        "recent": 1,
+        "sink": 0,
+        "dense_layers": (),
+        "qmodel": random_partition(),
+    }
     with attach(model, gate=gate_for(model), select=EVERY_BLOCK, **settings | options) as sparse:
         yield sparse
 
 
-def save(folder: Path, model: Any, module: Gate | DecodeGate | KMeans | QModel, **details: Any) -> Path:
-    """Writes an artifact for ``model`` to the folder of its kind; ``details`` are further entries of its manifest."""
-    kind = {Gate: "gate", DecodeGate: "decode_gate", KMeans: "kmeans", QModel: "qmodel"}[type(module)]
-    own = {"layers": module.layers, "rope": module.rope} if isinstance(module, KMeans | QModel) else module.details()
-    facts: dict[str, Any] = {"config": {}, "data": "", "seed": 0, "metrics": {}, "details": own | details}
+def save(
+    folder: Path, model: Any, module: Gate | DecodeGate | KMeans | QModel, **details: Any
+) -> Path:
+    """Writes an artifact for ``model`` to the folder of its kind; ``details`` are further entries
+    of its manifest.
+    """
+    kind = {Gate: "gate", DecodeGate: "decode_gate", KMeans: "kmeans", QModel: "qmodel"}[
+        type(module)
+    ]
+    own = (
+        {"layers": module.layers, "rope": module.rope}
+        if isinstance(module, KMeans | QModel)
+        else module.details()
+    )
+    facts: dict[str, Any] = {
+        "config": {},
+        "data": "",
+        "seed": 0,
+        "metrics": {},
+        "details": own | details,
+    }
     identity = model.fingerprint if isinstance(model, Loaded) else fingerprint(model, id="tiny")
-    return artifacts.write(folder / kind, kind=kind, tensors=module.state_dict(), model=identity, **facts)
+    return artifacts.write(
+        folder / kind, kind=kind, tensors=module.state_dict(), model=identity, **facts
+    )
 
 
 def partition_for(model: Any) -> KMeans:
@@ -62,15 +88,30 @@ def partition_for(model: Any) -> KMeans:
 
 def attached(model: Any, *, sparsity: float, probes: int, measure_recall: bool = False) -> Any:
     """Attaches a gate and a router."""
-    window: dict[str, Any] = {"recent": 1, "sink": 0, "dense_layers": (), "measure_recall": measure_recall}
+    window: dict[str, Any] = {
+        "recent": 1,
+        "sink": 0,
+        "dense_layers": (),
+        "measure_recall": measure_recall,
+    }
     select = by_pooled_scores(model, sparsity)
-    return attach(model, select=select, qmodel=partition_for(model), probes=probes, dense_below=0, **window)
+    return attach(
+        model, select=select, qmodel=partition_for(model), probes=probes, dense_below=0, **window
+    )
 
 
-def run_in_passes(model: Any, ids: Tensor, lengths: list[int], mask: Tensor | None = None) -> Tensor:
-    """Returns the logits of ``ids``, which are read in passes of the given lengths over one cache."""
+def run_in_passes(
+    model: Any, ids: Tensor, lengths: list[int], mask: Tensor | None = None
+) -> Tensor:
+    """Returns the logits of ``ids``, which are read in passes of the given lengths over one
+    cache.
+    """
     mask = torch.ones_like(ids) if mask is None else mask
-    cache, parts, positions = DynamicCache(config=model.config), ids.split(lengths, dim=1), (mask.cumsum(-1) - 1).clamp(min=0)
+    cache, parts, positions = (
+        DynamicCache(config=model.config),
+        ids.split(lengths, dim=1),
+        (mask.cumsum(-1) - 1).clamp(min=0),
+    )
     logits, end = [], 0
     for part in parts:
         begin, end = end, end + part.shape[1]

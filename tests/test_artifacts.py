@@ -1,4 +1,6 @@
-"""Tests of artifacts: round trip, atomic writes, error messages for damaged files and for artifacts of other models."""
+"""Tests of artifacts: round trip, atomic writes, error messages for damaged files and for artifacts
+of other models.
+"""
 
 import json
 from pathlib import Path
@@ -37,7 +39,10 @@ def test_read_returns_what_write_stored(folder: Path) -> None:
 
 
 def test_equal_weights_are_equal_bytes(tmp_path: Path) -> None:
-    assert len({(save(tmp_path / str(run)) / "model.safetensors").read_bytes() for run in range(8)}) == 1
+    assert (
+        len({(save(tmp_path / str(run)) / "model.safetensors").read_bytes() for run in range(8)})
+        == 1
+    )
 
 
 def test_model_card_has_front_matter_and_metrics(folder: Path) -> None:
@@ -92,7 +97,9 @@ def test_folders_with_other_files_are_refused(folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("step", ["fsync", "rename"])
-def test_a_failed_write_keeps_the_old_artifact(folder: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+def test_a_failed_write_keeps_the_old_artifact(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
     save(folder)
 
     def fail(self: Any, *arguments: Any) -> None:
@@ -141,21 +148,33 @@ def test_an_unreachable_hub_gives_a_one_line_error(monkeypatch: pytest.MonkeyPat
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"artifact nobody/nothing: not a local folder, and .* Hugging Face Hub") as caught:
+    with pytest.raises(
+        UserError, match=r"artifact nobody/nothing: not a local folder, and .* Hugging Face Hub"
+    ) as caught:
         read("nobody/nothing")
     assert "\n" not in str(caught.value)
 
 
 def test_the_largest_heads_that_models_may_have(folder: Path) -> None:
-    assert read(save(folder, model=MODEL | {"head_dim": MAX_HEAD_SIZE})).manifest["model"]["head_dim"] == 512
+    assert (
+        read(save(folder, model=MODEL | {"head_dim": MAX_HEAD_SIZE})).manifest["model"]["head_dim"]
+        == 512
+    )
 
 
-@pytest.mark.parametrize("field", ["num_layers", "num_kv_heads", "head_dim", "rope", "config_hash", "weights_hash"])
+@pytest.mark.parametrize(
+    "field", ["num_layers", "num_kv_heads", "head_dim", "rope", "config_hash", "weights_hash"]
+)
 def test_artifacts_of_other_models_are_refused(folder: Path, field: str) -> None:
     found = read(save(folder))
     check_model(found.manifest, MODEL | {"id": "a copy", "tokenizer_hash": None})
     check_model(found.manifest, MODEL)
-    with pytest.raises(UserError, match=f"gate artifact made for someone/some-model: its {field} is"):
+    with pytest.raises(
+        UserError, match=f"gate artifact made for someone/some-model: its {field} is"
+    ):
         check_model(found.manifest, MODEL | {field: "other", "id": "a copy"})
-    with pytest.raises(UserError, match=r"both models have this name, so set model\.name= to keep their artifacts apart"):
+    with pytest.raises(
+        UserError,
+        match=r"both models have this name, so set model\.name= to keep their artifacts apart",
+    ):
         check_model(found.manifest, MODEL | {field: "other"})

@@ -1,4 +1,6 @@
-"""attach: dense results if everything is read, statistics of what is read, checks, and the restored model."""
+"""attach: dense results if everything is read, statistics of what is read, checks, and the restored
+model.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,11 @@ def test_norms_of_queries_and_keys_under_autocast() -> None:
 @torch.no_grad()
 def test_leaving_the_context_restores_the_model(model: Any) -> None:
     ids = random_tokens(1, 50)
-    before, config, attributes = model(ids).logits, model.config.to_dict(), sorted(vars(model.config))
+    before, config, attributes = (
+        model(ids).logits,
+        model.config.to_dict(),
+        sorted(vars(model.config)),
+    )
     with attach_reading_all(model):
         model(ids)
     with pytest.raises(UserError, match="left padding only"), attach_reading_all(model):
@@ -51,24 +57,41 @@ def test_leaving_the_context_restores_the_model(model: Any) -> None:
     assert sorted(vars(model.config)) == attributes
     assert model.config._attn_implementation == "sdpa"
     for module in model.modules():
-        assert not any((module._forward_hooks, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs))
+        assert not any(
+            (
+                module._forward_hooks,
+                module._forward_pre_hooks,
+                module._forward_pre_hooks_with_kwargs,
+            )
+        )
 
 
 @torch.no_grad()
 def test_stats_of_prefill_and_decoding(model: Any) -> None:
     ids = random_tokens(1, 160)  # 10 row blocks, which see 1 to 10 blocks
-    with attach(model, gate=gate_for(model), select=SelectConfig(sparsity=0.6), measure_recall=True) as sparse:
+    with attach(
+        model, gate=gate_for(model), select=SelectConfig(sparsity=0.6), measure_recall=True
+    ) as sparse:
         assert set(sparse.stats().values()) == {None, 0}
         generate(model, ids)
         stats = sparse.stats()
-    kept = sum(min(row, max(3, round(0.4 * row))) for row in range(1, 11))  # sink, local and diagonal blocks at least
+    # sink, local and diagonal blocks at least
+    kept = sum(min(row, max(3, round(0.4 * row))) for row in range(1, 11))
     assert stats["sparsity"] == pytest.approx(1 - kept / 55)
     assert stats["sparsity_by_layer"] == pytest.approx(dict.fromkeys(range(LAYERS), 1 - kept / 55))
     assert 0.4 < stats["recall"] < 1
     assert stats["selectivity"] is None
     assert stats["dense_fallbacks"] == 0  # decoding has no router
 
-    with attach(model, qmodel=random_partition(), probes=0, recent=7, sink=1, dense_layers=(), measure_recall=True) as sparse:
+    with attach(
+        model,
+        qmodel=random_partition(),
+        probes=0,
+        recent=7,
+        sink=1,
+        dense_layers=(),
+        measure_recall=True,
+    ) as sparse:
         generate(model, ids, max_new_tokens=2)
         stats = sparse.stats()
     assert stats["selectivity"] == pytest.approx(8 / 161)
@@ -80,10 +103,16 @@ def test_stats_of_prefill_and_decoding(model: Any) -> None:
 def test_multiscale_counts_pooled_blocks_by_their_zoom(model: Any) -> None:
     ids = random_tokens(1, 160)
     expected = model(ids).logits
-    with attach(model, gate=gate_for(model), select=SelectConfig(policy="multiscale", shares=[1, 0, 0, 0])) as sparse:
+    with attach(
+        model, gate=gate_for(model), select=SelectConfig(policy="multiscale", shares=[1, 0, 0, 0])
+    ) as sparse:
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
         assert sparse.stats()["sparsity"] == 0
-    with attach(model, gate=gate_for(model), select=SelectConfig(policy="multiscale", shares=[0.2, 0, 0, 0.8])) as sparse:
+    with attach(
+        model,
+        gate=gate_for(model),
+        select=SelectConfig(policy="multiscale", shares=[0.2, 0, 0, 0.8]),
+    ) as sparse:
         assert len(generate(model, ids)) == 20
         assert 0.4 < sparse.stats()["sparsity"] < 0.7
 
@@ -91,11 +120,25 @@ def test_multiscale_counts_pooled_blocks_by_their_zoom(model: Any) -> None:
 @torch.no_grad()
 def test_short_prompts_are_dense_by_choice(model: Any) -> None:
     short, long = random_tokens(2, 63), random_tokens(2, 64)
-    select, routed = SelectConfig(sparsity=0.8, sink_blocks=0, local_blocks=0), {"probes": 1, "recent": 4, "dense_layers": ()}
-    with attach(model, gate=gate_for(model), select=select, qmodel=random_partition(), dense_below=64, **routed) as sparse:
+    select, routed = (
+        SelectConfig(sparsity=0.8, sink_blocks=0, local_blocks=0),
+        {"probes": 1, "recent": 4, "dense_layers": ()},
+    )
+    with attach(
+        model,
+        gate=gate_for(model),
+        select=select,
+        qmodel=random_partition(),
+        dense_below=64,
+        **routed,
+    ) as sparse:
         logits = model(short).logits
         stats = sparse.stats()
-        assert (stats["dense_by_choice"], stats["dense_fallbacks"], stats["sparsity"]) == (LAYERS, 0, 0)
+        assert (stats["dense_by_choice"], stats["dense_fallbacks"], stats["sparsity"]) == (
+            LAYERS,
+            0,
+            0,
+        )
         generate(model, short)  # new tokens are routed after a dense prompt as well
         stats = sparse.stats()
         assert (stats["dense_by_choice"], stats["dense_fallbacks"]) == (2 * LAYERS, 0)
@@ -119,8 +162,12 @@ def test_dense_below_by_policy_and_scores(model: Any, monkeypatch: pytest.Monkey
     assert dense_below(gate=gate) == 4096
     assert dense_below(gate=gate, select=SelectConfig(sparsity=0.8)) == 2048
     assert dense_below(gate=gate, dense_below=17) == 17
-    assert dense_below(gate=gate, select=SelectConfig(policy="nucleus")) == 0, "the sparsity of nucleus is not known in advance"
-    assert dense_below(select=SelectConfig(scores="oracle")) == 0, "the oracle needs dense attention anyway"
+    assert dense_below(gate=gate, select=SelectConfig(policy="nucleus")) == 0, (
+        "the sparsity of nucleus is not known in advance"
+    )
+    assert dense_below(select=SelectConfig(scores="oracle")) == 0, (
+        "the oracle needs dense attention anyway"
+    )
     assert dense_below(select=Selection(TopK(sparsity=0.5), MeanPool(BLOCK))) == 0
     assert dense_below(qmodel=random_partition(), probes=1) == 0, "unused without a selection"
     for value in (-1, "never"):
@@ -132,7 +179,9 @@ def test_dense_below_by_policy_and_scores(model: Any, monkeypatch: pytest.Monkey
 def test_dense_layers_read_every_key(model: Any) -> None:
     ids = random_tokens(1, 60)
     dense = generate(model, ids)
-    with attach(model, qmodel=random_partition(), probes=0, recent=1, dense_layers=(0, 1)) as sparse:
+    with attach(
+        model, qmodel=random_partition(), probes=0, recent=1, dense_layers=(0, 1)
+    ) as sparse:
         close(generate(model, ids), dense)
         assert sparse.stats()["selectivity"] is None
         assert sparse.stats()["dense_fallbacks"] == 0
@@ -154,7 +203,9 @@ def test_saved_artifacts_match_loaded_ones(model: Any, tmp_path: Path) -> None:
 
 
 def test_mismatches_are_rejected(model: Any, tmp_path: Path) -> None:
-    gate, kmeans = (save(tmp_path, model, module) for module in (gate_for(model), random_partition()))
+    gate, kmeans = (
+        save(tmp_path, model, module) for module in (gate_for(model), random_partition())
+    )
 
     def rejects(message: str, on: Any = model, **options: Any) -> None:
         with pytest.raises(UserError, match=message), attach(on, **options):
@@ -162,14 +213,27 @@ def test_mismatches_are_rejected(model: Any, tmp_path: Path) -> None:
         assert on.config._attn_implementation == "sdpa"
 
     rejects("nothing to attach")
-    rejects("gate artifact made for tiny: its weights_hash is", tiny_model("llama", seed=1), gate=gate, strict=True)
+    rejects(
+        "gate artifact made for tiny: its weights_hash is",
+        tiny_model("llama", seed=1),
+        gate=gate,
+        strict=True,
+    )
     rejects("gate artifact made for tiny: its rope is", tiny_model("llama", "linear"), gate=gate)
-    rejects("kmeans artifact made for tiny: its num_layers is 2", tiny_model("llama", num_hidden_layers=3), qmodel=kmeans)
+    rejects(
+        "kmeans artifact made for tiny: its num_layers is 2",
+        tiny_model("llama", num_hidden_layers=3),
+        qmodel=kmeans,
+    )
     rejects("kind=kmeans: expected gate", gate=kmeans)
     rejects("this is a gate for prefill; expected a qmodel, a decode_gate or a kmeans", qmodel=gate)
     rejects("no such folder", gate=tmp_path / "nothing")
     rejects("needs a gate artifact", select=SelectConfig())
-    rejects("give one of gate and select", gate=gate, select=Selection(TopK(sparsity=0.5), MeanPool(BLOCK)))
+    rejects(
+        "give one of gate and select",
+        gate=gate,
+        select=Selection(TopK(sparsity=0.5), MeanPool(BLOCK)),
+    )
     rejects("probes=7: expected 0 to 6", qmodel=kmeans, probes=7)
     rejects("recent=0", qmodel=kmeans, probes=1, recent=0)
     rejects("sink=-1", qmodel=kmeans, probes=1, sink=-1)
@@ -185,5 +249,8 @@ def test_stats_print_in_a_line() -> None:
         stats = sparse.stats()
     assert isinstance(stats, dict)
     assert f"{stats}" == "sparsity 0"
-    assert repr(SparseStats(stats | {"dense_by_choice": 3, "recall": 0.98765})) == "sparsity 0, recall 0.988, dense_by_choice 3"
+    assert (
+        repr(SparseStats(stats | {"dense_by_choice": 3, "recall": 0.98765}))
+        == "sparsity 0, recall 0.988, dense_by_choice 3"
+    )
     assert repr(SparseStats(sparsity_by_layer={0: 0.5, 1: 0.75})) == "sparsity_by_layer 0.5 to 0.75"

@@ -1,4 +1,6 @@
-"""The forms in which attach takes artifacts and selections, its defaults, and enable without a context."""
+"""The forms in which attach takes artifacts and selections, its defaults, and enable without a
+context.
+"""
 
 import inspect
 import re
@@ -45,7 +47,9 @@ def logits(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
 def test_the_shipped_artifacts_serve_the_embedded_model(embedded: Any) -> None:
     ids = random_tokens(1, 2000)
     with msattn.attach(embedded, gate="embedded", qmodel="embedded", dense_below=0) as sparse:
-        embedded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
+        embedded.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False
+        )
         stats = sparse.stats()
     assert 0.2 < stats["sparsity"] < 0.95
     assert 0.15 < stats["selectivity"] < 0.9
@@ -82,13 +86,19 @@ def test_a_baseline_is_named_by_its_scores(model: Any, scores: str) -> None:
     expected = logits(model, ids, select=msattn.SelectConfig(scores=scores, sparsity=0.5))
     assert torch.equal(logits(model, ids, select=scores, sparsity=0.5), expected)
     assert torch.equal(logits(model, ids, select={"scores": scores, "sparsity": 0.5}), expected)
-    assert torch.equal(logits(model, ids, select=msattn.SelectConfig(scores=scores), sparsity=0.5), expected)
+    assert torch.equal(
+        logits(model, ids, select=msattn.SelectConfig(scores=scores), sparsity=0.5), expected
+    )
 
 
 def test_a_router_without_training_is_named(embedded: Any, here: Path) -> None:
     """A str that is a name is no folder; the presets of large models serve it."""
     shutil.copytree(SHIPPED / "kmeans", here / "quest")
-    for qmodel, kind in (("quest", untrained_router("quest")), ("./quest", KMeans), (Path("quest"), KMeans)):
+    for qmodel, kind in (
+        ("quest", untrained_router("quest")),
+        ("./quest", KMeans),
+        (Path("quest"), KMeans),
+    ):
         with msattn.attach(embedded, qmodel=qmodel) as sparse:
             assert sparse.dispatch.routed is not None
             assert isinstance(sparse.dispatch.routed.router, kind)
@@ -100,16 +110,23 @@ def test_a_router_without_training_is_named(embedded: Any, here: Path) -> None:
     ("options", "message"),
     [
         ({"select": "best"}, "select=best: expected topk, calibrated"),
-        ({"select": {"policy": "nucleus", "sparsity": 0.5}}, "select.sparsity: policy=nucleus accepts mass"),
+        (
+            {"select": {"policy": "nucleus", "sparsity": 0.5}},
+            "select.sparsity: policy=nucleus accepts mass",
+        ),
         ({"select": "nucleus", "sparsity": 0.5}, "select.sparsity: policy=nucleus accepts mass"),
         ({"select": {"policy": "topk", "sparsty": 0.5}}, "unknown key select.sparsty"),
         ({"select": "quest", "sparsity": 1.5}, r"^sparsity=1.5: expected a number in"),
         ({"sparsity": 0.5}, "sparsity=0.5: there is nothing to select"),
-        ({"qmodel": "outputs/none", "probes": -1}, r"^probes=-1: expected an integer in \[0, 1e6\], or null"),
+        (
+            {"qmodel": "outputs/none", "probes": -1},
+            r"^probes=-1: expected an integer in \[0, 1e6\], or null",
+        ),
         ({"gate": "outputs/none/gate"}, "artifact outputs/none/gate: no such folder"),
         (
             {"qmodel": "qest"},
-            r"^qmodel=qest: expected clusters, .*, embedded, the folder .*artifact \(did you mean quest\?\)",
+            r"^qmodel=qest: expected clusters, .*, embedded, the folder .*artifact \(did you mean "
+            r"quest\?\)",
         ),
     ],
 )
@@ -120,7 +137,10 @@ def test_wrong_forms_are_refused(model: Any, options: dict[str, Any], message: s
 
 def test_a_model_in_double_precision_is_refused_before_it_runs() -> None:
     model = tiny_model().double()
-    with pytest.raises(msattn.UserError, match=r"model\.dtype=float64: expected"), msattn.attach(model, select="quest"):
+    with (
+        pytest.raises(msattn.UserError, match=r"model\.dtype=float64: expected"),
+        msattn.attach(model, select="quest"),
+    ):
         pass
 
 
@@ -139,7 +159,9 @@ def test_the_folder_of_a_run_holds_its_artifacts(embedded: Any, tmp_path: Path) 
     with msattn.attach(embedded, qmodel=run) as sparse:
         assert sparse.dispatch.routed is not None
         assert isinstance(sparse.dispatch.routed.router, QModel), "classifiers have precedence"
-    with pytest.raises(msattn.UserError, match=r"the folder holds gate, kmeans, qmodel; name one, e.g. .*gate"):
+    with pytest.raises(
+        msattn.UserError, match=r"the folder holds gate, kmeans, qmodel; name one, e.g. .*gate"
+    ):
         msattn.load(run)
 
 
@@ -174,7 +196,10 @@ def test_a_default_that_reads_every_bucket_is_announced(model: Any) -> None:
 
 def test_what_would_turn_sparse_attention_off_is_refused(model: Any) -> None:
     ids = random_tokens(1, 40)
-    with pytest.raises(msattn.UserError, match="expected a causal language model"), msattn.attach("name", select="quest"):  # pyrefly: ignore[bad-argument-type]
+    with (
+        pytest.raises(msattn.UserError, match="expected a causal language model"),
+        msattn.attach("name", select="quest"),
+    ):  # pyrefly: ignore[bad-argument-type]
         pass
     with msattn.attach(model, select="quest"):
         with pytest.raises(msattn.UserError, match="has no attention weights"):
@@ -194,7 +219,9 @@ def test_autocast_and_compile(embedded: Any) -> None:
         torch.testing.assert_close(compiled(ids).logits, expected, rtol=1e-4, atol=1e-4)
         before = sparse.stats()["sparsity"]
         with torch.autocast("cpu", torch.bfloat16):
-            embedded.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False)
+            embedded.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False
+            )
         assert sparse.stats()["sparsity"] == pytest.approx(before, abs=0.05)
 
 
@@ -203,4 +230,8 @@ def test_every_option_is_in_the_signature_and_the_help() -> None:
         parameters = inspect.signature(function).parameters
         assert list(parameters)[:3] == ["model", "gate", "select"]
         assert {*parameters} == {"model", *(item.name for item in fields(AttachOptions))}
-        assert not [name for name in parameters if not re.search(rf"^{name} : ", function.__doc__ or "", re.M)]
+        assert not [
+            name
+            for name in parameters
+            if not re.search(rf"^{name} : ", function.__doc__ or "", re.M)
+        ]

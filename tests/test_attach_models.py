@@ -29,7 +29,9 @@ def _warnings_appear_again() -> None:
 def quantized_to_int8(folder: Path) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch recommends torchao
-        return torch.ao.quantization.quantize_dynamic(tiny_model(), {torch.nn.Linear}, dtype=torch.qint8)
+        return torch.ao.quantization.quantize_dynamic(
+            tiny_model(), {torch.nn.Linear}, dtype=torch.qint8
+        )
 
 
 def with_tensor_subclasses(folder: Path) -> Any:
@@ -58,7 +60,10 @@ def with_other_modules(folder: Path) -> Any:
 
     model = tiny_model()
     for layer in model.model.layers:
-        layer.self_attn.q_proj, layer.mlp.down_proj = Packed(layer.self_attn.q_proj), Packed(layer.mlp.down_proj)
+        layer.self_attn.q_proj, layer.mlp.down_proj = (
+            Packed(layer.self_attn.q_proj),
+            Packed(layer.mlp.down_proj),
+        )
     return model
 
 
@@ -68,7 +73,9 @@ def with_packed_weights(folder: Path) -> Any:
     class Blocks(torch.nn.Module):
         def __init__(self, linear: torch.nn.Linear) -> None:
             super().__init__()
-            self.weight = torch.nn.Parameter(linear.weight.detach().view(torch.uint8), requires_grad=False)
+            self.weight = torch.nn.Parameter(
+                linear.weight.detach().view(torch.uint8), requires_grad=False
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.linear(x, self.weight.view(torch.float32))
@@ -143,11 +150,18 @@ def test_models_of_the_same_shape_are_served(make: Callable[[Path], Any], tmp_pa
     assert 0.3 < stats["sparsity"] < 0.6
     assert stats["selectivity"] < 0.5
     assert not torch.allclose(last, dense[:, -1:], atol=1e-3)
-    everything: dict[str, Any] = {"select": SelectConfig(sparsity=0.0), "probes": 6, "dense_layers": ()}
+    everything: dict[str, Any] = {
+        "select": SelectConfig(sparsity=0.0),
+        "probes": 6,
+        "dense_layers": (),
+    }
     with msattn.attach(model, **artifacts, **everything):
         torch.testing.assert_close(model(input_ids=ids)[0], dense, rtol=1e-4, atol=1e-4)
     if warning is not None:
-        with pytest.raises(UserError, match=warning), msattn.attach(model, **artifacts, strict=True):
+        with (
+            pytest.raises(UserError, match=warning),
+            msattn.attach(model, **artifacts, strict=True),
+        ):
             pass
 
 
@@ -157,9 +171,18 @@ def test_threads_share_an_attached_model(family: str) -> None:
     model = tiny_model(family)
 
     def generate(length: int) -> Any:
-        ids, options = random_tokens(1, length, seed=length), {"output_logits": True, "return_dict_in_generate": True}
+        ids, options = (
+            random_tokens(1, length, seed=length),
+            {"output_logits": True, "return_dict_in_generate": True},
+        )
         with torch.no_grad():
-            return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, **options)
+            return model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=6,
+                do_sample=False,
+                **options,
+            )
 
     lengths = [17 + 9 * i for i in range(16)]
     artifacts: dict[str, Any] = {"gate": gate_for(model), "qmodel": random_partition()}
@@ -174,14 +197,20 @@ def test_threads_share_an_attached_model(family: str) -> None:
     assert together == pytest.approx(alone)
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True], ids=["stored", "checkpointed", "reentrant"])
+@pytest.mark.parametrize(
+    "reentrant", [None, False, True], ids=["stored", "checkpointed", "reentrant"]
+)
 def test_backward_after_leaving(reentrant: bool | None) -> None:
-    """Without activation checkpointing the gradients are the same; with it, backward would run dense attention."""
+    """Without activation checkpointing the gradients are the same; with it, backward would run
+    dense attention.
+    """
     gradients = []
     for inside in (True, False):
         model = tiny_model().requires_grad_(True)
         if reentrant is not None:
-            model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            model.train().gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": reentrant}
+            )
         with msattn.attach(model, gate=gate_for(model), select=SPARSE["select"]):
             loss = model(random_tokens(1, 64), use_cache=False).logits.square().mean()
             if inside:

@@ -1,4 +1,6 @@
-"""User errors through the command line: exit code 2, one line that names the error, and no file is changed."""
+"""User errors through the command line: exit code 2, one line that names the error, and no file is
+changed.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -39,7 +41,9 @@ def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 @pytest.fixture
 def rejected(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command that must exit with code 2 and leave artifacts and texts unchanged; returns its message."""
+    """Runs a command that must exit with code 2 and leave artifacts and texts unchanged; returns
+    its message.
+    """
 
     def check(*arguments: str) -> str:
         before = kept(here)
@@ -63,31 +67,55 @@ BY_KMEANS = [*NEW, "qmodel.long_range=8", "artifacts.kmeans=outputs/tiny/base/km
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train-gate", *NEW, "model.architecture.model_type=gpt2"], "model_type=gpt2: expected llama, mistral"),
+        (
+            ["train-gate", *NEW, "model.architecture.model_type=gpt2"],
+            "model_type=gpt2: expected llama, mistral",
+        ),
         (
             ["train-gate", *NEW, "model.architecture.num_attention_heads=3"],
             "not a multiple of the number of attention heads (3)",
         ),
-        (["train-gate", *NEW, "data.seq_len=8192"], "seq_len=8192: the model has positions for 4096 tokens"),
+        (
+            ["train-gate", *NEW, "data.seq_len=8192"],
+            "seq_len=8192: the model has positions for 4096 tokens",
+        ),
         (["train-gate", *NEW, "data.path=latin1.txt"], "latin1.txt: not UTF-8 at byte 3"),
         (["train-gate", *TRAINED], "outputs/tiny/base/gate: an artifact already exists"),
         (["fit-kmeans", *NEW, "kmeans.num_buckets=100000"], "kmeans.num_buckets=100000"),
-        (["train-qmodel", *BY_KMEANS, "artifacts.kmeans=outputs/tiny/base/gate"], "kind=gate: expected kmeans"),
-        (["train-qmodel", *BY_KMEANS, "qmodel.long_range=500"], "qmodel.long_range=500"),
-        (["train-qmodel", *BY_KMEANS, "train.max_grad_norm=1"], "train.max_grad_norm=1.0: expected 0"),
         (
-            ["train-qmodel", *TRAINED, "qmodel.long_range=8", "overwrite=true", "resume=true", "qmodel.causal=true"],
+            ["train-qmodel", *BY_KMEANS, "artifacts.kmeans=outputs/tiny/base/gate"],
+            "kind=gate: expected kmeans",
+        ),
+        (["train-qmodel", *BY_KMEANS, "qmodel.long_range=500"], "qmodel.long_range=500"),
+        (
+            ["train-qmodel", *BY_KMEANS, "train.max_grad_norm=1"],
+            "train.max_grad_norm=1.0: expected 0",
+        ),
+        (
+            [
+                "train-qmodel",
+                *TRAINED,
+                "qmodel.long_range=8",
+                "overwrite=true",
+                "resume=true",
+                "qmodel.causal=true",
+            ],
             "cache has data=[",
         ),
         (["eval", *SMALL_EVAL, "eval.recall.probes=[64]"], "probes=64: classifier has 4 buckets"),
-        (["eval", *SMALL_EVAL, "artifacts.gate=outputs/tiny/base/kmeans"], "kind=kmeans: expected gate"),
+        (
+            ["eval", *SMALL_EVAL, "artifacts.gate=outputs/tiny/base/kmeans"],
+            "kind=kmeans: expected gate",
+        ),
         (["generate", *SMALL, "name=none", "--prompt", "a"], "no gate, k-means or classifier here"),
         (["generate", *SMALL, "--prompt", "word " * 4096], "positions for 4096 tokens"),
         (["generate", "--prompt", " "], "--prompt: empty"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )
-def test_commands_refuse(here: Path, rejected: Callable[..., str], arguments: list[str], message: str) -> None:
+def test_commands_refuse(
+    here: Path, rejected: Callable[..., str], arguments: list[str], message: str
+) -> None:
     (here / "latin1.txt").write_bytes(b"caf\xe9 au lait " * 500)
     assert message in rejected(*arguments)
     assert not list((here / "outputs/tiny").glob("new/*/manifest.json"))

@@ -7,7 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from msattn.trainer.errors import Fault, OutputClosed, Terminated, TrainingDiverged, UserError, run_program
+from msattn.trainer.errors import (
+    Fault,
+    OutputClosed,
+    Terminated,
+    TrainingDiverged,
+    UserError,
+    run_program,
+)
 
 
 def ended(program: Callable[[], int | None]) -> int:
@@ -70,22 +77,42 @@ def test_a_closed_output_ends_a_program_without_a_line(
 @pytest.mark.parametrize(
     ("module", "arguments", "line"),
     [
-        ("recipes.overlap", ["/nowhere", "--heldout", "/nowhere"], "msattn: --heldout=/nowhere: no such file"),
+        (
+            "recipes.overlap",
+            ["/nowhere", "--heldout", "/nowhere"],
+            "msattn: --heldout=/nowhere: no such file",
+        ),
         ("recipes.gate_cost", ["gate.loss=mze"], "msattn: gate.loss=mze: "),
         (
             "recipes.embedded_model",
-            ["--device", "tpu", *(f"--{option}=/nowhere" for option in ("text", "test", "haystack", "out"))],
+            [
+                "--device",
+                "tpu",
+                *(f"--{option}=/nowhere" for option in ("text", "test", "haystack", "out")),
+            ],
             "msattn: --device=tpu: ",
         ),
-        ("recipes.realised_sparsity", ["eval.ruler.lenghts=[1]"], "msattn: unknown key eval.ruler.lenghts"),
-        ("recipes.tensor_parallel", ["model.path=/nowhere", "device=cpu"], "msattn: model.path=/nowhere: "),
+        (
+            "recipes.realised_sparsity",
+            ["eval.ruler.lenghts=[1]"],
+            "msattn: unknown key eval.ruler.lenghts",
+        ),
+        (
+            "recipes.tensor_parallel",
+            ["model.path=/nowhere", "device=cpu"],
+            "msattn: model.path=/nowhere: ",
+        ),
         ("recipes.recalibrate_gate", ["/nowhere"], "msattn: artifact /nowhere: no such folder"),
         ("recipes.vllm_speed", ["model", "--msattn", "{"], "msattn: --msattn {: no JSON"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_each_program_reports_a_mistake_in_one_line(
-    module: str, arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    module: str,
+    arguments: list[str],
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", [module, *arguments])
     with pytest.raises(SystemExit) as stopped:

@@ -27,9 +27,16 @@ def write(folder: Path, **files: object) -> None:
 def test_the_smallest_limit_of_the_groups_counts(groups: Path) -> None:
     assert memory.free_memory() == 10_000  # no control groups
     (groups / "cgroup").write_text("0::/pod/job\n")
-    write(groups / "pod/job", memory__max="max", memory__current=300, memory__stat="inactive_file 0")
+    write(
+        groups / "pod/job", memory__max="max", memory__current=300, memory__stat="inactive_file 0"
+    )
     assert memory.free_memory() == 10_000
-    write(groups / "pod", memory__max=5000, memory__current=4000, memory__stat="anon 3800\ninactive_file 200")
+    write(
+        groups / "pod",
+        memory__max=5000,
+        memory__current=4000,
+        memory__stat="anon 3800\ninactive_file 200",
+    )
     assert memory.free_memory() == 5000 - 4000 + 200
     write(groups / "pod/job", memory__max=1000, memory__current=1100)
     assert memory.free_memory() == 0
@@ -37,7 +44,11 @@ def test_the_smallest_limit_of_the_groups_counts(groups: Path) -> None:
 
 def test_version_1_and_paths_outside_the_container(groups: Path) -> None:
     (groups / "cgroup").write_text("4:cpu,memory:/docker/abc\n1:name=systemd:/\n")
-    limits = {"memory__limit_in_bytes": 2000, "memory__usage_in_bytes": 500, "memory__stat": "total_inactive_file 100"}
+    limits = {
+        "memory__limit_in_bytes": 2000,
+        "memory__usage_in_bytes": 500,
+        "memory__stat": "total_inactive_file 100",
+    }
     write(groups / "memory", **limits)
     assert memory.free_memory() == 1600
     write(groups / "memory", memory__limit_in_bytes=2**63 - 4096)  # no limit

@@ -31,11 +31,15 @@ def test_the_innermost_work_is_reported(capsys: pytest.CaptureFixture[str]) -> N
             time.sleep(0.5)  # no task is left: the surrounding work is reported
     found = lines(capsys)
     assert found[0] == "msattn: eval, 0:00 so far"
-    assert any(re.fullmatch(r"msattn: needle, 64 tokens: \d/4, about 0:0\d left", line) for line in found)
+    assert any(
+        re.fullmatch(r"msattn: needle, 64 tokens: \d/4, about 0:0\d left", line) for line in found
+    )
     assert found[-1].startswith("msattn: eval")
 
 
-def test_lines_become_rare_and_count_the_time_of_a_part_that_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_become_rare_and_count_the_time_of_a_part_that_takes_long(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with Progress(console=Console(file=io.StringIO())) as bars:
         task = bars.add_task("ruler", total=3, completed=1)  # resumed after the first part
         time.sleep(0.02)

@@ -1,4 +1,6 @@
-"""Weights that others trained, SmolLM2-135M: what models trained here do not have, such as an attention sink."""
+"""Weights that others trained, SmolLM2-135M: what models trained here do not have, such as an
+attention sink.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,10 @@ from tests.running import succeed
 
 MODEL = ROOT / "outputs/smollm2/model"
 TEXT = ROOT / "LICENSE"  # a long text that stays as it is
-pytestmark = pytest.mark.skipif(not MODEL.is_dir(), reason="needs SmolLM2, which make models brings")  # see tests/conftest.py
+# see tests/conftest.py
+pytestmark = pytest.mark.skipif(
+    not MODEL.is_dir(), reason="needs SmolLM2, which make models brings"
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +37,9 @@ def tokens(smollm2: Loaded, length: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_reading_every_block_is_dense_attention(smollm2: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_every_block_is_dense_attention(
+    smollm2: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(smollm2.model.config, "num_hidden_layers", 10)  # the first ones, for speed
     ids = tokens(smollm2, 1024)
     dense = smollm2.model(ids).logits
@@ -45,7 +52,9 @@ def test_reading_every_block_is_dense_attention(smollm2: Loaded, monkeypatch: py
 
 @torch.no_grad()
 def test_the_sink_is_read(smollm2: Loaded) -> None:
-    """At the same sparsity, rows that always read the first block lose less: most heads put most of their attention there."""
+    """At the same sparsity, rows that always read the first block lose less: most heads put most of
+    their attention there.
+    """
     ids, losses = tokens(smollm2, 1024), []
     for sink_blocks in (0, 1):
         select = {"scores": "quest", "sparsity": 0.8, "sink_blocks": sink_blocks}
@@ -58,14 +67,35 @@ def test_the_sink_is_read(smollm2: Loaded) -> None:
 def test_a_gate_has_the_format_that_it_had(here: Path, quick_start: None) -> None:
     (here / "text.txt").write_text(TEXT.read_text()[:3000])
     (here / "heldout.txt").write_text(TEXT.read_text()[5000:5800])
-    own = ["model=smollm2", f"model.path={MODEL}", "--data", "text.txt", "data.heldout_path=heldout.txt", "data.seq_len=128"]
-    succeed("train-gate", *own, "train.steps=1", "train.batch_size=1", "train.eval_every=0", "tracker=none", "device=cpu")
+    own = [
+        "model=smollm2",
+        f"model.path={MODEL}",
+        "--data",
+        "text.txt",
+        "data.heldout_path=heldout.txt",
+        "data.seq_len=128",
+    ]
+    succeed(
+        "train-gate",
+        *own,
+        "train.steps=1",
+        "train.batch_size=1",
+        "train.eval_every=0",
+        "tracker=none",
+        "device=cpu",
+    )
     gate: Any = msattn.load(here / "outputs/smollm2/base/gate")
     names = [f"layers.{layer}.{side}_weight" for layer in range(30) for side in ("query", "key")]
     shapes = {name: tuple(tensor.shape) for name, tensor in gate.state_dict().items()}
-    assert shapes == {"inv_freq": (32,)} | dict.fromkeys(names, (9, 64, 192)), "three poolings of 64 channels"
+    assert shapes == {"inv_freq": (32,)} | dict.fromkeys(names, (9, 64, 192)), (
+        "three poolings of 64 channels"
+    )
     found = gate.artifact.manifest["model"]
-    hashes = {"config_hash": "1a2a706864ee37b1", "weights_hash": "8052db56c9250ebe", "tokenizer_hash": "33b7dd0ab4327c92"}
+    hashes = {
+        "config_hash": "1a2a706864ee37b1",
+        "weights_hash": "8052db56c9250ebe",
+        "tokenizer_hash": "33b7dd0ab4327c92",
+    }
     assert found | hashes == found
     described = random_config(compose("train-gate", ["model=smollm2"]).model)
     assert config_fingerprint(described)["config_hash"] == found["config_hash"]

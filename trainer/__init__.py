@@ -1,1 +1,3 @@
-"""Models, data, training, artifacts, evaluation and serving. Imports ``kernels``, which never imports ``trainer``."""
+"""Models, data, training, artifacts, evaluation and serving. Imports ``kernels``, which never
+imports ``trainer``.
+"""

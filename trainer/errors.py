@@ -19,11 +19,15 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class UserError(ValueError):
-    """An error that the user can correct. The message names the argument, its value and the accepted values. Exit code 2."""
+    """An error that the user can correct. The message names the argument, its value and the
+    accepted values. Exit code 2.
+    """
 
 
 class Fault(RuntimeError):
-    """A failure that the user did not cause, reported in one line. Exit code 1 on the command line."""
+    """A failure that the user did not cause, reported in one line. Exit code 1 on the command
+    line.
+    """
 
 
 class CheckFailed(Fault):
@@ -35,11 +39,15 @@ class RankLost(Fault):
 
 
 class OutputClosed(Fault):
-    """The reader of standard output has ended, as in ``msattn help | head -1``. Exit code 1 without a line."""
+    """The reader of standard output has ended, as in ``msattn help | head -1``. Exit code 1 without
+    a line.
+    """
 
 
 class TrainingDiverged(RuntimeError):
-    """A loss, gradient or weight is not finite. The message names it and the last complete checkpoint."""
+    """A loss, gradient or weight is not finite. The message names it and the last complete
+    checkpoint.
+    """
 
 
 class ModelWarning(UserWarning):
@@ -51,26 +59,42 @@ class Terminated(KeyboardInterrupt):
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of the message without a final period or colon, or the exception's class name."""
+    """Returns the first line of the message without a final period or colon, or the exception's
+    class name.
+    """
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(" .:") if lines else type(error).__name__
 
 
-def write_error(path: Path, error: BaseException, kept: str = "", *, resumes: bool = True) -> UserError:
-    """Returns a one-line error for a failed write to ``path``; ``resumes``: ``resume=true`` continues the run.
+def write_error(
+    path: Path, error: BaseException, kept: str = "", *, resumes: bool = True
+) -> UserError:
+    """Returns a one-line error for a failed write to ``path``; ``resumes``: ``resume=true``
+    continues the run.
 
     ``kept`` is a clause that names the checkpoint a later run can resume from, or "".
     """
     # PyTorch's writer reports a position in the file but no reason.
-    reason = "the write failed" if isinstance(error, RuntimeError) else getattr(error, "strerror", None) or first_line(error)
-    facts = "; ".join(filter(None, (f"{path} cannot be written ({reason})", free_space(path), kept)))
+    reason = (
+        "the write failed"
+        if isinstance(error, RuntimeError)
+        else getattr(error, "strerror", None) or first_line(error)
+    )
+    facts = "; ".join(
+        filter(None, (f"{path} cannot be written ({reason})", free_space(path), kept))
+    )
     if getattr(error, "errno", None) in (None, *NO_SPACE):
-        return UserError(f"{facts}. Free some disk space, then {'resume=true continues the run' if resumes else 'run again'}")
+        return UserError(
+            f"{facts}. Free some disk space, then "
+            f"{'resume=true continues the run' if resumes else 'run again'}"
+        )
     return UserError(f"{facts}; resume=true continues the run" if resumes else facts)
 
 
 def disk_error(error: Exception, folder: Path, *, resumes: bool) -> UserError | OutputClosed | None:
-    """Returns a one-line error for an OSError of a full or failing disk or of standard output; None for other errors."""
+    """Returns a one-line error for an OSError of a full or failing disk or of standard output; None
+    for other errors.
+    """
     if not isinstance(error, OSError):
         return None
     if (found := output_error()) is not None:
@@ -84,7 +108,9 @@ def disk_error(error: Exception, folder: Path, *, resumes: bool) -> UserError | 
 
 
 class _Output(io.FileIO):
-    """Standard output that keeps the error of its last failed write, after which its buffers may be empty."""
+    """Standard output that keeps the error of its last failed write, after which its buffers may be
+    empty.
+    """
 
     error: OSError | None = None
 
@@ -115,10 +141,13 @@ def output_error() -> UserError | OutputClosed | None:
 def named_output_errors() -> Iterator[None]:
     """Raises UserError or OutputClosed if standard output cannot be written."""
     stream = sys.stdout
-    if type(stream) is io.TextIOWrapper and isinstance(stream.buffer, io.BufferedWriter | io.FileIO):
+    if type(stream) is io.TextIOWrapper and isinstance(
+        stream.buffer, io.BufferedWriter | io.FileIO
+    ):
         buffer = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
         lines = stream.line_buffering or stream.write_through  # the latter with PYTHONUNBUFFERED
-        sys.stdout = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=lines)  # until the process ends
+        # until the process ends
+        sys.stdout = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=lines)
     try:
         yield
     except OSError as error:
@@ -130,24 +159,33 @@ def named_output_errors() -> Iterator[None]:
 
 
 def check_working_directory() -> None:
-    """Raises UserError if the working directory was deleted: paths mean nothing there, and libraries fail or abort."""
+    """Raises UserError if the working directory was deleted: paths mean nothing there, and
+    libraries fail or abort.
+    """
     try:
         os.getcwd()
     except OSError as error:
-        raise UserError(f"the working directory cannot be used ({error.strerror}); change to one that exists") from error
+        raise UserError(
+            f"the working directory cannot be used ({error.strerror}); change to one that exists"
+        ) from error
 
 
 def free_space(path: Path) -> str:
     """Returns a clause that tells the free space of the disk of ``path``, which need not exist."""
-    folder = next((parent for parent in path.parents if os.path.isdir(parent)), Path(path.anchor or "."))
+    folder = next(
+        (parent for parent in path.parents if os.path.isdir(parent)), Path(path.anchor or ".")
+    )
     return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB are free in {folder}"
 
 
 def print_once(line: str) -> None:
-    """Prints ``msattn: line`` on stderr, from only one of the processes of a ``torchrun`` that print the same line."""
+    """Prints ``msattn: line`` on stderr, from only one of the processes of a ``torchrun`` that
+    print the same line.
+    """
     if num_ranks() == 1 or _first_to_print(line):
         with suppress(OSError):  # stderr is closed or full
-            sys.stderr.write(f"msattn: {line}\n")  # in one call, so that lines of several processes do not interleave
+            # in one call, so that lines of several processes do not interleave
+            sys.stderr.write(f"msattn: {line}\n")
             sys.stderr.flush()
 
 
@@ -180,7 +218,9 @@ def only_errors(logger: str) -> Iterator[None]:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Ends the process with ``code``; under ``torchrun`` at once, as open connections may abort Python's shutdown."""
+    """Ends the process with ``code``; under ``torchrun`` at once, as open connections may abort
+    Python's shutdown.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -192,7 +232,8 @@ def exit_process(code: int) -> NoReturn:
 
 
 def report_error(error: BaseException) -> int:
-    """Prints the line of an error of this module or of a KeyboardInterrupt, and returns the exit code of the process.
+    """Prints the line of an error of this module or of a KeyboardInterrupt, and returns the exit
+    code of the process.
 
     Notes of the exception, such as the traceback of another process, follow the line.
     """
@@ -207,9 +248,11 @@ def report_error(error: BaseException) -> int:
 
 
 def run_program(program: Callable[[], int | None]) -> NoReturn:
-    """Runs ``program`` and ends the process with the exit code that it returns, where None is 0, or with that of its error.
+    """Runs ``program`` and ends the process with the exit code that it returns, where None is 0, or
+    with that of its error.
 
-    Programs of ``python -m`` thus have the exit codes of ``msattn``: 1 fault, 2 user error, 130 interrupted, 143 terminated.
+    Programs of ``python -m`` thus have the exit codes of ``msattn``: 1 fault, 2 user error, 130
+    interrupted, 143 terminated.
     """
     try:
         with named_output_errors():
@@ -222,12 +265,16 @@ def run_program(program: Callable[[], int | None]) -> NoReturn:
 
 def _first_to_print(line: str) -> bool:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return True  # without torchrun's agent, the store may have ended with the rank that hosted it
+        # without torchrun's agent, the store may have ended with the rank that hosted it
+        return True
     from torch.distributed import DistError, TCPStore
 
     try:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=5))
-        return store.add(f"msattn/printed/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{line}", 1) == 1
+        return (
+            store.add(f"msattn/printed/{os.environ.get('TORCHELASTIC_RESTART_COUNT')}/{line}", 1)
+            == 1
+        )
     except DistError:
         return True

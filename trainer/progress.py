@@ -1,7 +1,7 @@
 """Progress of long work: bars on a terminal, elsewhere lines on stderr.
 
-The first line comes after 10 seconds, the next ones at growing intervals. The innermost work that runs describes
-itself. Only rank 0 prints.
+The first line comes after 10 seconds, the next ones at growing intervals. The innermost work that
+runs describes itself. Only rank 0 prints.
 """
 
 import sys
@@ -16,7 +16,8 @@ from rich.console import Console
 
 from msattn.trainer.ranks import is_main_rank
 
-INTERVAL = 10.0  # seconds until the first line of work that has begun; until each further one it takes twice as long
+# seconds until the first line of work that has begun; until each further one it takes twice as long
+INTERVAL = 10.0
 LONGEST_INTERVAL = 300.0
 
 
@@ -28,7 +29,9 @@ def duration(seconds: float) -> str:
 
 
 def estimate(command: str, parts: Mapping[str, float]) -> None:
-    """Prints how long a command takes in all, from the seconds of its parts, unless that is less than :data:`INTERVAL`."""
+    """Prints how long a command takes in all, from the seconds of its parts, unless that is less
+    than :data:`INTERVAL`.
+    """
     total = sum(parts.values())
     if total >= INTERVAL and is_main_rank():
         listed = ", ".join(f"{what} {duration(seconds)}" for what, seconds in parts.items())
@@ -39,9 +42,11 @@ def estimate(command: str, parts: Mapping[str, float]) -> None:
 
 @contextmanager
 def report(describe: Callable[[], str | None]) -> Iterator[None]:
-    """Prints ``describe()`` on stderr after :data:`INTERVAL` seconds without a line, then at twice the distance each time.
+    """Prints ``describe()`` on stderr after :data:`INTERVAL` seconds without a line, then at twice
+    the distance each time.
 
-    ``describe`` returns a line, "" if a bar shows the progress, or None to leave the line to the surrounding context.
+    ``describe`` returns a line, "" if a bar shows the progress, or None to leave the line to the
+    surrounding context.
     """
     _reporter.add(describe)
     try:
@@ -52,7 +57,9 @@ def report(describe: Callable[[], str | None]) -> Iterator[None]:
 
 @contextmanager
 def activity(what: str) -> Iterator[None]:
-    """Reports work whose length is not known, e.g. ``loading the model tiny``, with the time that it took so far."""
+    """Reports work whose length is not known, e.g. ``loading the model tiny``, with the time that
+    it took so far.
+    """
     began = time.monotonic()
     with report(lambda: f"{what}, {duration(time.monotonic() - began)} so far"):
         yield
@@ -64,13 +71,19 @@ def postpone() -> None:
 
 
 class Progress(rich.Progress):
-    """Tasks with bars if ``console`` is a terminal; elsewhere the task that runs is reported in lines on stderr.
+    """Tasks with bars if ``console`` is a terminal; elsewhere the task that runs is reported in
+    lines on stderr.
 
-    The console is by default standard output, or standard error if only that is a terminal. By default only rank 0 shows them.
+    The console is by default standard output, or standard error if only that is a terminal. By
+    default only rank 0 shows them.
     """
 
     def __init__(
-        self, *columns: Any, console: Console | None = None, transient: bool = True, enabled: bool | None = None
+        self,
+        *columns: Any,
+        console: Console | None = None,
+        transient: bool = True,
+        enabled: bool | None = None,
     ) -> None:
         console = console or _terminal()
         enabled = is_main_rank() if enabled is None else enabled
@@ -87,7 +100,9 @@ class Progress(rich.Progress):
         self._enabled = enabled
         self._before: dict[rich.TaskID, float] = {}  # what was done when a task began
 
-    def add_task(self, description: str, *given: Any, completed: int = 0, **options: Any) -> rich.TaskID:
+    def add_task(
+        self, description: str, *given: Any, completed: int = 0, **options: Any
+    ) -> rich.TaskID:
         task = super().add_task(description, *given, completed=completed, **options)
         self._before[task] = completed
         return task
@@ -150,12 +165,15 @@ class _Reporter:
 
     def _run(self) -> None:
         # In short waits, as work with a shorter interval may begin meanwhile.
-        while not self._ended.wait(min(INTERVAL, max(0.01, self.printed + self._interval - time.monotonic()))):
+        while not self._ended.wait(
+            min(INTERVAL, max(0.01, self.printed + self._interval - time.monotonic()))
+        ):
             if time.monotonic() - self.printed < self._interval:  # postponed meanwhile
                 continue
             found = (describe() for describe in reversed(self._descriptions.copy()))
             if line := next((text for text in found if text is not None), ""):
-                sys.stderr.write(f"msattn: {line}\n")  # in one call, so that lines of several processes do not interleave
+                # in one call, so that lines of several processes do not interleave
+                sys.stderr.write(f"msattn: {line}\n")
                 sys.stderr.flush()
                 self._interval = min(2 * self._interval, LONGEST_INTERVAL)
             self.printed = time.monotonic()

@@ -1,4 +1,6 @@
-"""Ctrl-C and SIGTERM on the command line: exit code 130 or 143 and at most one line, whatever the process is doing."""
+"""Ctrl-C and SIGTERM on the command line: exit code 130 or 143 and at most one line, whatever the
+process is doing.
+"""
 
 import os
 import signal
@@ -17,7 +19,9 @@ Handler = Callable[[int, FrameType | None], None] | signal.Handlers
 
 
 def handle(handler: Handler) -> None:
-    """Handles Ctrl-C and SIGTERM by ``handler``, unless they are ignored. Only the main thread can change that."""
+    """Handles Ctrl-C and SIGTERM by ``handler``, unless they are ignored. Only the main thread can
+    change that.
+    """
     if threading.current_thread() is threading.main_thread():
         for number in STOP_SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -38,7 +42,9 @@ def handled(handler: Handler) -> Iterator[None]:
 
 
 def end_at_once(number: int, frame: FrameType | None = None) -> None:
-    """Ends the process without cleaning up. An exception might be lost, or become another, in the imports of libraries."""
+    """Ends the process without cleaning up. An exception might be lost, or become another, in the
+    imports of libraries.
+    """
     handle(lambda number, frame: None)  # a further signal must not print a second line
     if is_main_rank():
         with suppress(OSError):  # stderr is closed
@@ -53,9 +59,11 @@ def end_silently(number: int, frame: FrameType | None = None) -> None:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Ctrl-C raises KeyboardInterrupt inside the context and SIGTERM Terminated; a second signal ends the process at once.
+    """Ctrl-C raises KeyboardInterrupt inside the context and SIGTERM Terminated; a second signal
+    ends the process at once.
 
-    Libraries turn the exception into others, such as ImportError, so an error that follows is replaced by it.
+    Libraries turn the exception into others, such as ImportError, so an error that follows is
+    replaced by it.
     """
     stop: KeyboardInterrupt | None = None
 

@@ -9,7 +9,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import msattn
 
-tokenizer, model = AutoTokenizer.from_pretrained(msattn.EMBEDDED), AutoModelForCausalLM.from_pretrained(msattn.EMBEDDED)
+tokenizer, model = (
+    AutoTokenizer.from_pretrained(msattn.EMBEDDED),
+    AutoModelForCausalLM.from_pretrained(msattn.EMBEDDED),
+)
 source = Path(json.decoder.__file__).read_text(encoding="utf-8")
 requests = [source[:length] for length in (3000, 6000, 9000, 12000)]  # characters
 
@@ -28,6 +31,9 @@ with ThreadPoolExecutor(max_workers=4) as pool:
     for text, answer in zip(requests, pool.map(serve, requests), strict=True):
         print(f"{len(text):5d} characters -> {answer!r}")
 stats = sparse.stats()  # of all threads
-print(f"prompts read {1 - stats['sparsity']:.0%} of the blocks, new tokens {stats['selectivity']:.0%} of the keys")
+print(
+    f"prompts read {1 - stats['sparsity']:.0%} of the blocks, new tokens "
+    f"{stats['selectivity']:.0%} of the keys"
+)
 print(stats)
 msattn.disable(model)

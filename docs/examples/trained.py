@@ -1,4 +1,6 @@
-"""Trained artifacts: the shipped gate and query classifier of the embedded model, on a fact that is hidden in text."""
+"""Trained artifacts: the shipped gate and query classifier of the embedded model, on a fact that is
+hidden in text.
+"""
 
 import inspect
 import json
@@ -8,14 +10,26 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import msattn
 
-tokenizer, model = AutoTokenizer.from_pretrained(msattn.EMBEDDED), AutoModelForCausalLM.from_pretrained(msattn.EMBEDDED)
+tokenizer, model = (
+    AutoTokenizer.from_pretrained(msattn.EMBEDDED),
+    AutoModelForCausalLM.from_pretrained(msattn.EMBEDDED),
+)
 lines = inspect.getsource(json.decoder).splitlines(keepends=True)[:300]
-fact, question = " The secret number of amber falcon is 48213. ", "The secret number of amber falcon is"
-prompt = tokenizer("".join([*lines[:40], fact, *lines[40:]]) + question, return_tensors="pt", return_token_type_ids=False)
+fact, question = (
+    " The secret number of amber falcon is 48213. ",
+    "The secret number of amber falcon is",
+)
+prompt = tokenizer(
+    "".join([*lines[:40], fact, *lines[40:]]) + question,
+    return_tensors="pt",
+    return_token_type_ids=False,
+)
 
 
 def answer(**artifacts: object) -> str:
-    """Returns what the model generates after the prompt, with dense attention if there are no artifacts."""
+    """Returns what the model generates after the prompt, with dense attention if there are no
+    artifacts.
+    """
     if not artifacts:
         output = model.generate(**prompt, max_new_tokens=6, do_sample=False)
         read = "every key"
@@ -25,7 +39,11 @@ def answer(**artifacts: object) -> str:
             output = model.generate(**prompt, max_new_tokens=6, do_sample=False)
         stats = sparse.stats()
         read = f"{1 - stats['sparsity']:.0%} of the blocks"
-        read += f", {stats['selectivity']:.0%} of the keys in decoding" if stats["selectivity"] is not None else ""
+        read += (
+            f", {stats['selectivity']:.0%} of the keys in decoding"
+            if stats["selectivity"] is not None
+            else ""
+        )
     return f"{tokenizer.decode(output[0, prompt.input_ids.shape[1] :])}   (reads {read})"
 
 

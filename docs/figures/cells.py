@@ -20,29 +20,47 @@ def rows(file: str) -> list[dict[str, str]]:
 class Cell:
     """A column of a table, or a number: the row of a file with ``where``, written as ``form``.
 
-    A form ends in ``%`` for shares, which are written in percent. Three names of ``numbers`` are a number and its interval.
+    A form ends in ``%`` for shares, which are written in percent. Three names of ``numbers`` are a
+    number and its interval.
     """
 
     def __init__(self, head: str, form: str, *numbers: str, **where: str) -> None:
         self.head, self.form, self.numbers, self.where = head, form, numbers, where
 
     def write(self, file: str, where: Where) -> str:
-        """Returns the cell, empty without a row. Raises LookupError if rows differ in more than their seed."""
+        """Returns the cell, empty without a row. Raises LookupError if rows differ in more than
+        their seed.
+        """
         where = {**where, **self.where}
-        found = [row for row in rows(file) if all(row[key] == value for key, value in where.items())]
+        found = [
+            row for row in rows(file) if all(row[key] == value for key, value in where.items())
+        ]
         if len({row.get("seed") for row in found}) != len(found):
             raise LookupError(f"{file}.csv has several rows with {where}")
         if not found:
             return ""
-        shown = [format(fmean(float(row[name]) for row in found), self.form).rstrip("%") for name in self.numbers]
+        shown = [
+            format(fmean(float(row[name]) for row in found), self.form).rstrip("%")
+            for name in self.numbers
+        ]
         return f"{shown[0]} ({shown[1]} to {shown[2]})" if len(shown) == 3 else shown[0]
 
 
 class Table:
-    """A table of the rows of a file with ``where``: its lines by their first cells (divided by ``|``), and its columns."""
+    """A table of the rows of a file with ``where``: its lines by their first cells (divided by
+    ``|``), and its columns.
+    """
 
-    def __init__(self, file: str, first: str, lines: Mapping[str, Where], columns: list[Cell], **where: str) -> None:
-        self.file, self.first, self.lines, self.columns, self.where = file, first, lines, columns, where
+    def __init__(
+        self, file: str, first: str, lines: Mapping[str, Where], columns: list[Cell], **where: str
+    ) -> None:
+        self.file, self.first, self.lines, self.columns, self.where = (
+            file,
+            first,
+            lines,
+            columns,
+            where,
+        )
 
     def write(self) -> Iterator[str]:
         """Yields lines of Markdown. Raises LookupError for a line without numbers."""

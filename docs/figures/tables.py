@@ -1,7 +1,8 @@
 """Writes the tables of the documents from the CSV files in this folder; ``draw.py`` runs it, too.
 
-A table stands between ``<!-- table: name -->`` and ``<!-- end -->``, a number of a sentence between ``<!-- number: name -->``
-and ``<!-- end -->``. Each cell is a number of one row of a file, or its mean over the seeds::
+A table stands between ``<!-- table: name -->`` and ``<!-- end -->``, a number of a sentence between
+``<!-- number: name -->`` and ``<!-- end -->``. Each cell is a number of one row of a file, or its
+mean over the seeds::
 
     python docs/figures/tables.py
 """
@@ -30,8 +31,13 @@ TITLES = {  # of the methods in the files that choose blocks
     "a_shape": "A-shape",
     "random": "random",
 }
-COMPARED_TITLES = {method: title for method, title in TITLES.items() if method not in ("a_shape", "random")}
-SCORES = {TITLES[x]: x for x in ("gate", "mean_pool", "vertical_slash", "quest", "oracle", "a_shape", "random")}
+COMPARED_TITLES = {
+    method: title for method, title in TITLES.items() if method not in ("a_shape", "random")
+}
+SCORES = {
+    TITLES[x]: x
+    for x in ("gate", "mean_pool", "vertical_slash", "quest", "oracle", "a_shape", "random")
+}
 ROUTERS = {
     "classifier, calibrated": "classifier, calibrated",
     "classifier": "classifier",
@@ -39,23 +45,37 @@ ROUTERS = {
     "k-means of keys before RoPE": "k-means",
     "window of first and last keys": "sink and window",
 }
-OF_OWN_KEYS = {"clusters of own keys": "key clusters", "Twilight": "Twilight"}  # routers that index the sequence itself
+# routers that index the sequence itself
+OF_OWN_KEYS = {"clusters of own keys": "key clusters", "Twilight": "Twilight"}
 CALIBRATED = {title: {"method": method, "select": "calibrated"} for title, method in SCORES.items()}
-TOP_K = {f"{title}, top-k": {"method": method, "select": "topk"} for title, method in SCORES.items()}
-PUBLIC = {title: line for title, line in (CALIBRATED | TOP_K).items() if not title.startswith(("A-shape", "random"))}
+TOP_K = {
+    f"{title}, top-k": {"method": method, "select": "topk"} for title, method in SCORES.items()
+}
+PUBLIC = {
+    title: line
+    for title, line in (CALIBRATED | TOP_K).items()
+    if not title.startswith(("A-shape", "random"))
+}
 RATIO = ("ratio_to_dense", "ratio_low", "ratio_high")
 SCORE = ("score", "interval_low", "interval_high")
 
 
 def by_sparsity(
-    form: str, *numbers: str, head: str = "{}", sparsities: tuple[str, ...] = SPARSITIES, **where: str
+    form: str,
+    *numbers: str,
+    head: str = "{}",
+    sparsities: tuple[str, ...] = SPARSITIES,
+    **where: str,
 ) -> list[Cell]:
     """Returns a column for each sparsity, which stands for ``{}`` in its head."""
     shown = [f"{100 * float(x):.0f} %" for x in sparsities]
     if head == "{}":
         shown[0] += " sparse"
     settings = [f"sparsity {x}" for x in sparsities]
-    return [Cell(head.format(text), form, *numbers, setting=x, **where) for text, x in zip(shown, settings, strict=True)]
+    return [
+        Cell(head.format(text), form, *numbers, setting=x, **where)
+        for text, x in zip(shown, settings, strict=True)
+    ]
 
 
 def with_read(head: str, form: str, *numbers: str, **where: str) -> list[Cell]:
@@ -63,9 +83,14 @@ def with_read(head: str, form: str, *numbers: str, **where: str) -> list[Cell]:
     return [Cell(head, form, *numbers, **where), Cell("read (%)", ".1%", "selectivity", **where)]
 
 
-def by_length(first: str, lengths: tuple[str, ...], form: str, *numbers: str, **where: str) -> list[Cell]:
+def by_length(
+    first: str, lengths: tuple[str, ...], form: str, *numbers: str, **where: str
+) -> list[Cell]:
     """Returns a column for each length, followed by the share that is read."""
-    pairs = (with_read(f"{first}{int(x):,} tokens (%)", form, *numbers, length=x, **where) for x in lengths)
+    pairs = (
+        with_read(f"{first}{int(x):,} tokens (%)", form, *numbers, length=x, **where)
+        for x in lengths
+    )
     return list(chain.from_iterable(pairs))
 
 
@@ -82,12 +107,21 @@ FAR = ("1.5 % of far keys", "3.5 % of far keys", "8.5 % of far keys")
 PROBES = ("2 probes", "4 probes", "11 probes")
 SMOLLM2 = {"model": "smollm2", "task": "ruler"}
 TURNS = (8192, 24576, 57344, 122880)
-SIZES = (("1", "8192"), ("1", "32768"), ("1", "131072"), ("1", "524288"), ("6", "131072"), ("32", "24576"))
+SIZES = (
+    ("1", "8192"),
+    ("1", "32768"),
+    ("1", "131072"),
+    ("1", "524288"),
+    ("6", "131072"),
+    ("32", "24576"),
+)
 MODELS = {"smollm2": "SmolLM2", "gemma3_270m": "Gemma 3", "tiny": "embedded"}
 AT_80_AND_90 = ("0.8", "0.9")
 SHORT, LONG = ({"task": "perplexity", "length": length} for length in ("8192", "32768"))
 IN_SHORT = {
-    title: {"method": method} for method, title in COMPARED_TITLES.items() if method not in ("flexprefill", "flashprefill")
+    title: {"method": method}
+    for method, title in COMPARED_TITLES.items()
+    if method not in ("flexprefill", "flashprefill")
 }
 COMPARED = rows("comparison")  # by trainer/recipes/comparison.py
 COMPARED_BY = {  # title and form of a task's number
@@ -98,13 +132,19 @@ COMPARED_BY = {  # title and form of a task's number
 
 
 def comparison(model: str, task: str) -> Table:
-    """Returns the table of a task of a comparison: lines by method, policy and sparsity, columns by length."""
+    """Returns the table of a task of a comparison: lines by method, policy and sparsity, columns by
+    length.
+    """
     found = [row for row in COMPARED if (row["model"], row["task"]) == (model, task)]
     keys = ("method", "select", "setting")
     lines = {}
     for row in found:
         line = {key: row[key] for key in keys}
-        lines["|".join([COMPARED_TITLES.get(row["method"], row["method"]), row["select"], row["setting"]])] = line
+        lines[
+            "|".join(
+                [COMPARED_TITLES.get(row["method"], row["method"]), row["select"], row["setting"]]
+            )
+        ] = line
     lengths = tuple(dict.fromkeys(row["length"] for row in found))
     title, form, numbers = COMPARED_BY[task]
     columns = []
@@ -116,11 +156,15 @@ def comparison(model: str, task: str) -> Table:
             Cell(f"KL, {int(x):,} tokens", ".3f", "kl_divergence", length=x),
             Cell("same top token (%)", ".1%", "same_top", length=x),
         ]
-    return Table("comparison", "blocks chosen by|policy|setting", lines, columns, model=model, task=task)
+    return Table(
+        "comparison", "blocks chosen by|policy|setting", lines, columns, model=model, task=task
+    )
 
 
 def at_equal_reading(share: str, sparsity: str) -> Table:
-    """Returns the table of Qwen2.5-Coder-0.5B: what selections that read the same share lose, and what they take."""
+    """Returns the table of Qwen2.5-Coder-0.5B: what selections that read the same share lose, and
+    what they take.
+    """
     columns = []
     for length in ("8192", "32768"):
         where = {"task": "perplexity", "length": length, "setting": f"{share} % of keys"}
@@ -136,16 +180,35 @@ def at_equal_reading(share: str, sparsity: str) -> Table:
     ]
     lines = {
         COMPARED_TITLES[method]: {"method": method}
-        for method in ("gate_question", "gate", "mean_pool", "xattention", "quest", "vertical_slash", "minference", "oracle")
+        for method in (
+            "gate_question",
+            "gate",
+            "mean_pool",
+            "xattention",
+            "quest",
+            "vertical_slash",
+            "minference",
+            "oracle",
+        )
     }
     return Table("qwen", f"blocks chosen by, {share} % of the keys read", lines, columns)
 
 
-def at_share(task: str, length: str, head: str, form: str, *numbers: str, shares: tuple[str, ...] = ("20", "10")) -> list[Cell]:
+def at_share(
+    task: str,
+    length: str,
+    head: str,
+    form: str,
+    *numbers: str,
+    shares: tuple[str, ...] = ("20", "10"),
+) -> list[Cell]:
     """Returns a column for each share of the keys that is read; the first names the task."""
     where = {"task": task, "length": length}
     heads = (f"{x} %" if place else f"{head}, {x} % read" for place, x in enumerate(shares))
-    return [Cell(text, form, *numbers, setting=f"{x} % of keys", **where) for text, x in zip(heads, shares, strict=True)]
+    return [
+        Cell(text, form, *numbers, setting=f"{x} % of keys", **where)
+        for text, x in zip(heads, shares, strict=True)
+    ]
 
 
 TABLES = {
@@ -159,11 +222,24 @@ TABLES = {
             if any((row["blocks"], row["method"]) == (blocks, method) for row in rows("blocks"))
         },
         [
-            *at_share("perplexity", "32768", "KL, 32,768 tokens", ".3f", "kl_divergence", shares=("30", "20", "10")),
+            *at_share(
+                "perplexity",
+                "32768",
+                "KL, 32,768 tokens",
+                ".3f",
+                "kl_divergence",
+                shares=("30", "20", "10"),
+            ),
             *at_share("perplexity", "32768", "perplexity over dense", ".3f", "ratio_to_dense"),
             *at_share("perplexity", "8192", "KL, 8,192 tokens", ".3f", "kl_divergence"),
             *at_share("ruler", "8192", "RULER, 8,192 tokens (%)", ".1%", "score"),
-            *at_share("leval", "8192", "likelihood of L-Eval's answers over dense", ".3f", "ratio_to_dense"),
+            *at_share(
+                "leval",
+                "8192",
+                "likelihood of L-Eval's answers over dense",
+                ".3f",
+                "ratio_to_dense",
+            ),
         ],
     ),
     "qwen-20": at_equal_reading("20", "0.8"),
@@ -187,7 +263,13 @@ TABLES = {
             Cell("KL", ".3f", "kl_divergence"),
             Cell("perplexity over dense", ".3f", *RATIO),
             Cell("same top token (%)", ".1%", "same_top"),
-            Cell("perplexity over XAttention's (%)", ".1%", "over_best", "over_best_low", "over_best_high"),
+            Cell(
+                "perplexity over XAttention's (%)",
+                ".1%",
+                "over_best",
+                "over_best_low",
+                "over_best_high",
+            ),
         ],
         task="perplexity",
     ),
@@ -202,7 +284,10 @@ TABLES = {
         [
             Cell("FA2 (s)", ".3f", "score", method="dense, flash"),
             Cell("cuDNN (s)", ".3f", "score", method="dense, cuDNN"),
-            *(Cell(f"{100 * float(x):g} % sparse (s)", ".3f", "score", setting=f"sparsity {x}") for x in SPARSITIES[1:]),
+            *(
+                Cell(f"{100 * float(x):g} % sparse (s)", ".3f", "score", setting=f"sparsity {x}")
+                for x in SPARSITIES[1:]
+            ),
             Cell("95 %: speedup over FA2 (x)", ".2f", "times_flash", setting="sparsity 0.95"),
             Cell("over cuDNN (x)", ".2f", "times_cuDNN", setting="sparsity 0.95"),
         ],
@@ -211,7 +296,10 @@ TABLES = {
     "first-token-ratios": Table(
         "speed",
         "tokens",
-        {f"{int(x):,}": {"length": x} for x in ("4096", "8192", "16384", "32768", "65536", "131072")},
+        {
+            f"{int(x):,}": {"length": x}
+            for x in ("4096", "8192", "16384", "32768", "65536", "131072")
+        },
         by_sparsity(".2f", "times_flash", sparsities=SPARSITIES[1:]),
         situation="",
     ),
@@ -219,12 +307,20 @@ TABLES = {
         "speed",
         "passes",
         {"131,072 tokens in chunks of 8,192": {"situation": "chunks of 8192", "length": "131072"}}
-        | {f"8,192 tokens after {x:,} cached ones": {"situation": f"8192 new after {x}"} for x in TURNS},
+        | {
+            f"8,192 tokens after {x:,} cached ones": {"situation": f"8192 new after {x}"}
+            for x in TURNS
+        },
         [
             Cell("dense (s)", ".3f", "score", method="dense, flash"),
             Cell("gate (s)", ".3f", "score", method="gate, untrained"),
             Cell("speedup (x)", ".2f", "times_flash", method="gate, untrained"),
-            Cell("peak memory with the gate (MiB)", ",.0f", "peak_memory_mb", method="gate, untrained"),
+            Cell(
+                "peak memory with the gate (MiB)",
+                ",.0f",
+                "peak_memory_mb",
+                method="gate, untrained",
+            ),
         ],
     ),
     "decoding": Table(
@@ -235,7 +331,12 @@ TABLES = {
             Cell("cuDNN, one step", ",.1f", "score", method="dense, cuDNN"),
             Cell("msattn, dense", ",.1f", "score", method="dense, same cache and graphs"),
             Cell("msattn, classifier", ",.1f", "score", setting="32 probes"),
-            Cell("speedup over msattn, dense (x)", ".2f", "times_same cache and graphs", setting="32 probes"),
+            Cell(
+                "speedup over msattn, dense (x)",
+                ".2f",
+                "times_same cache and graphs",
+                setting="32 probes",
+            ),
             Cell("keys read (%)", ".1%", "selectivity", setting="32 probes"),
         ],
     ),
@@ -279,7 +380,8 @@ TABLES = {
         [
             Cell("0 %", ".1%", "score", setting=""),
             *chain.from_iterable(
-                with_read(f"{x} %", ".1%", "score", setting=f"sparsity {float(x) / 100:g}") for x in ("25", "50", "75", "87.5")
+                with_read(f"{x} %", ".1%", "score", setting=f"sparsity {float(x) / 100:g}")
+                for x in ("25", "50", "75", "87.5")
             ),
         ],
     ),
@@ -288,9 +390,15 @@ TABLES = {
         "blocks chosen by",
         IN_SHORT,
         [
-            *by_sparsity(".1%", "score", head="4,096 tokens, {} (%)", sparsities=AT_80_AND_90, length="4096"),
-            *by_sparsity(".1%", "score", head="8,192 tokens, {} (%)", sparsities=AT_80_AND_90, length="8192"),
-            *by_sparsity(".1%", "selectivity", head="read at {} (%)", sparsities=AT_80_AND_90, length="8192"),
+            *by_sparsity(
+                ".1%", "score", head="4,096 tokens, {} (%)", sparsities=AT_80_AND_90, length="4096"
+            ),
+            *by_sparsity(
+                ".1%", "score", head="8,192 tokens, {} (%)", sparsities=AT_80_AND_90, length="8192"
+            ),
+            *by_sparsity(
+                ".1%", "selectivity", head="read at {} (%)", sparsities=AT_80_AND_90, length="8192"
+            ),
         ],
         **SMOLLM2,
     ),
@@ -298,29 +406,54 @@ TABLES = {
         "comparison",
         "blocks chosen by",
         {
-            f"{COMPARED_TITLES[method]}, `mean_mass`{title}": {"method": f"{method} mean_mass{name}"}
+            f"{COMPARED_TITLES[method]}, `mean_mass`{title}": {
+                "method": f"{method} mean_mass{name}"
+            }
             for title, name in ((", 640 steps", " 640"), ("", ""))
             for method in ("gate", "gate_question")
         }
         | {title: {"method": method} for method, title in COMPARED_TITLES.items()},
         [
             *by_sparsity(
-                ".3f", "ratio_to_dense", head="perplexity over dense, 8,192 tokens, {}", sparsities=SPARSITIES[:3], **SHORT
+                ".3f",
+                "ratio_to_dense",
+                head="perplexity over dense, 8,192 tokens, {}",
+                sparsities=SPARSITIES[:3],
+                **SHORT,
             ),
             *by_sparsity(
-                ".3f", "ratio_to_dense", head="perplexity over dense, 32,768 tokens, {}", sparsities=AT_80_AND_90, **LONG
+                ".3f",
+                "ratio_to_dense",
+                head="perplexity over dense, 32,768 tokens, {}",
+                sparsities=AT_80_AND_90,
+                **LONG,
             ),
             *by_sparsity(
-                ".1%", "score", head="RULER, 8,192 tokens, {} (%)", sparsities=AT_80_AND_90, task="ruler", length="8192"
+                ".1%",
+                "score",
+                head="RULER, 8,192 tokens, {} (%)",
+                sparsities=AT_80_AND_90,
+                task="ruler",
+                length="8192",
             ),
-            *by_sparsity(".1%", "selectivity", head="read at {}, 8,192 tokens (%)", sparsities=("0.8",), **SHORT),
+            *by_sparsity(
+                ".1%",
+                "selectivity",
+                head="read at {}, 8,192 tokens (%)",
+                sparsities=("0.8",),
+                **SHORT,
+            ),
         ],
         model="gemma3_270m",
     ),
     "public-blocks": Table(
         "public",
         "blocks chosen by, 80 % sparse",
-        {title: line for title, line in PUBLIC.items() if title in CALIBRATED or title == "gate, top-k"},
+        {
+            title: line
+            for title, line in PUBLIC.items()
+            if title in CALIBRATED or title == "gate, top-k"
+        },
         by_length("SmolLM2, ", ("4096", "8192"), ".1%", *SCORE, model="smollm2")
         + by_length("Gemma 3, ", ("4096",), ".1%", *SCORE, model="gemma3_270m"),
         setting="sparsity 0.8",
@@ -337,7 +470,11 @@ TABLES = {
                 "Twilight": ("6 probes",),
             }
         ),
-        [Cell("RULER (%)", ".1%", *SCORE), Cell("over dense", ".2f", "ratio_to_dense"), Cell("read (%)", ".1%", "selectivity")],
+        [
+            Cell("RULER (%)", ".1%", *SCORE),
+            Cell("over dense", ".2f", "ratio_to_dense"),
+            Cell("read (%)", ".1%", "selectivity"),
+        ],
         length="4096",
         **SMOLLM2,
     ),
@@ -352,22 +489,32 @@ TABLES = {
         "kvpress",
         "press",
         {row["method"]: {"method": row["method"]} for row in rows("kvpress") if row["setting"]},
-        [Cell(f"{share} of the keys (%)", ".1%", *SCORE, setting=f"{share} of keys") for share in ("5 %", "10 %", "20 %")],
+        [
+            Cell(f"{share} of the keys (%)", ".1%", *SCORE, setting=f"{share} of keys")
+            for share in ("5 %", "10 %", "20 %")
+        ],
     ),
     "realised": Table(
         "realised",
         "model, blocks chosen by|requested (%)",
         {
-            f"{MODELS[row['model']]}, {TITLES[row['scores']]}|{float(row['sparsity']):.0%}".rstrip("%"): {
-                key: row[key] for key in ("model", "scores", "sparsity")
-            }
+            f"{MODELS[row['model']]}, {TITLES[row['scores']]}|{float(row['sparsity']):.0%}".rstrip(
+                "%"
+            ): {key: row[key] for key in ("model", "scores", "sparsity")}
             for row in rows("realised")
             if row["sparsity"] != "0.9"
         },
-        [Cell(f"{int(x):,} tokens", ".1%", "realised", length=x) for x in ("2048", "4096", "8192", "16384", "32768")],
+        [
+            Cell(f"{int(x):,} tokens", ".1%", "realised", length=x)
+            for x in ("2048", "4096", "8192", "16384", "32768")
+        ],
     ),
     "embedded-perplexity": Table(
-        "quality", "perplexity over dense", CALIBRATED | TOP_K, by_sparsity(".4f", "ratio_to_dense"), task="perplexity"
+        "quality",
+        "perplexity over dense",
+        CALIBRATED | TOP_K,
+        by_sparsity(".4f", "ratio_to_dense"),
+        task="perplexity",
     ),
     "embedded-needles": Table(
         "needles",
@@ -394,19 +541,29 @@ GRAPHS = {"length": "524288", "batch": "1", "setting": "32 probes"}
 TURN = {"situation": "8192 new after 122880", "length": "131072"}
 
 NUMBERS = {
-    "first-token": ("speed", Cell("", ".2f", "times_flash", length="131072", situation="", setting="sparsity 0.95")),
+    "first-token": (
+        "speed",
+        Cell("", ".2f", "times_flash", length="131072", situation="", setting="sparsity 0.95"),
+    ),
     "turn": ("speed", Cell("", ".1f", "times_flash", method="gate, untrained", **TURN)),
     "turn-seconds": ("speed", Cell("", ".3f", "score", method="gate, untrained", **TURN)),
     "turn-dense-seconds": ("speed", Cell("", ".3f", "score", method="dense, flash", **TURN)),
     "generate": ("decode", Cell("", ".2f", "times_same cache and graphs", **GRAPHS)),
-    "generate-batch": ("decode", Cell("", ".1f", "times_cuDNN", length="131072", batch="6", setting="32 probes")),
+    "generate-batch": (
+        "decode",
+        Cell("", ".1f", "times_cuDNN", length="131072", batch="6", setting="32 probes"),
+    ),
 }
 
 
 def marked(match: re.Match[str]) -> str:
     """Returns a marked table or number, written anew."""
     kind, name = match[1], match[2]
-    text = "\n".join(TABLES[name].write()) if kind == "table" else NUMBERS[name][1].write(NUMBERS[name][0], {})
+    text = (
+        "\n".join(TABLES[name].write())
+        if kind == "table"
+        else NUMBERS[name][1].write(NUMBERS[name][0], {})
+    )
     return f"<!-- {kind}: {name} -->{text}<!-- end -->"
 
 

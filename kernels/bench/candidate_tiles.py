@@ -21,7 +21,9 @@ MIN_SPEEDUP = 1.02  # over the shipped tile; two runs of one tile differ by less
 
 
 def _tiles(names: str) -> list[Tile]:
-    """Returns tiles from their numbers, "rows-keys-warps-stages[-programs]", one program per SM by default."""
+    """Returns tiles from their numbers, "rows-keys-warps-stages[-programs]", one program per SM by
+    default.
+    """
     return [Tile(*map(int, name.split("-"))) for name in names.split()]
 
 
@@ -30,17 +32,27 @@ BLOCK_SPARSE = _tiles("64-64-4-2 64-64-4-3 64-64-4-4 64-64-8-3 64-32-4-3 64-32-4
 # Tiles of several blocks, which are loaded a stage later than those of descriptors.
 GATHERED = _tiles("64-64-4-2 64-64-4-3 64-64-4-4 64-32-4-3 64-32-4-4 64-128-4-2 64-128-4-3")
 # Dependent loads of list, page and keys use pipeline stages.
-PAGED_BLOCK_SPARSE = _tiles("64-64-4-3 64-64-4-5 64-64-4-7 64-64-8-3 64-64-8-5 64-32-4-3 64-32-4-5 64-32-4-7 64-16-4-5")
+PAGED_BLOCK_SPARSE = _tiles(
+    "64-64-4-3 64-64-4-5 64-64-4-7 64-64-8-3 64-64-8-5 64-32-4-3 64-32-4-5 64-32-4-7 64-16-4-5"
+)
 # Two tiles of each input and one or two accumulators are live at the same time.
-BACKWARD = _tiles("64-64-4-1 64-64-4-2 64-64-4-3 64-64-8-2 64-64-8-3 64-32-4-2 64-32-4-3 32-64-4-2 32-64-4-3")
-DENSE = _tiles("128-128-8-2 128-128-8-3 128-64-8-2 128-64-8-3 128-64-8-4 128-64-4-2 128-64-4-3 64-64-4-2 64-64-4-3 64-128-4-3")
+BACKWARD = _tiles(
+    "64-64-4-1 64-64-4-2 64-64-4-3 64-64-8-2 64-64-8-3 64-32-4-2 64-32-4-3 32-64-4-2 32-64-4-3"
+)
+DENSE = _tiles(
+    "128-128-8-2 128-128-8-3 128-64-8-2 128-64-8-3 128-64-8-4 128-64-4-2 128-64-4-3 64-64-4-2 "
+    "64-64-4-3 64-128-4-3"
+)
 DECODE = _tiles(
     "16-128-4-3 16-64-4-3-2 16-64-4-5 16-64-4-5-2 16-64-4-5-3 16-64-4-7-2"
     " 16-32-4-5-2 16-32-4-7-4 16-32-2-7-4 16-64-8-5-2 16-128-4-3-2 16-128-8-5"
 )
-CANDIDATES = {  # keyed by the name that `tuned` uses for the kernel, or by operation if the tile depends on the shape
+# keyed by the name that `tuned` uses for the kernel, or by operation if the tile depends on the
+# shape
+CANDIDATES = {
     "maxpool_attention": _tiles(
-        "128-128-8-3 128-128-8-2 128-64-8-3 128-64-8-4 128-64-8-5 128-64-4-2-2 64-128-4-2 64-64-4-3-2 64-64-4-2-2"
+        "128-128-8-3 128-128-8-2 128-64-8-3 128-64-8-4 128-64-8-5 128-64-4-2-2 64-128-4-2 "
+        "64-64-4-3-2 64-64-4-2-2"
     ),
     "block_sparse_attention": BLOCK_SPARSE,
     "block_sparse_attention_gathered": GATHERED,
@@ -61,12 +73,18 @@ CANDIDATES = {  # keyed by the name that `tuned` uses for the kernel, or by oper
     "bucket_decode": DECODE,
     "paged_bucket_decode": DECODE,
     "flash_decode": DECODE,
-    # 64-64-4-4-3 has enough registers to overlap a product with the exponentials of the previous tile.
+    # 64-64-4-4-3 has enough registers to overlap a product with the exponentials of the previous
+    # tile.
     "bucket_mass": _tiles(
-        "128-64-8-4-2 128-64-8-6-2 128-128-8-3 256-64-16-4 64-64-4-2-4 64-64-4-4-3 64-128-4-2-3 64-128-4-3-2"
+        "128-64-8-4-2 128-64-8-6-2 128-128-8-3 256-64-16-4 64-64-4-2-4 64-64-4-4-3 64-128-4-2-3 "
+        "64-128-4-3-2"
     ),
-    "nearest_centroid": _tiles("128-128-8-3 128-64-8-2 128-64-8-3 128-64-4-2 64-128-4-2 64-64-4-2 256-64-8-2"),
-    "bucket_sums": _tiles("128-64-8-3 128-64-8-4-2 128-32-8-3-2 128-128-8-3 64-64-4-3-3 64-64-4-4-4 64-128-4-3-2"),
+    "nearest_centroid": _tiles(
+        "128-128-8-3 128-64-8-2 128-64-8-3 128-64-4-2 64-128-4-2 64-64-4-2 256-64-8-2"
+    ),
+    "bucket_sums": _tiles(
+        "128-64-8-3 128-64-8-4-2 128-32-8-3-2 128-128-8-3 64-64-4-3-3 64-64-4-4-4 64-128-4-3-2"
+    ),
 }
 FORWARD_KERNELS = {name: [name] for name in OPERATIONS if name in CANDIDATES} | {
     "block_sparse_attention": ["block_sparse_attention", "block_sparse_attention_gathered"],
@@ -100,11 +118,13 @@ def variant_name(kernel: str, tile: Tile) -> str:
     return f"{kernel} {'-'.join(map(str, tile))}"
 
 
-def faster_tiles(operation: str, backward: bool, rows: Sequence[BenchRow]) -> dict[str, tuple[Tile, float]]:
+def faster_tiles(
+    operation: str, backward: bool, rows: Sequence[BenchRow]
+) -> dict[str, tuple[Tile, float]]:
     """Returns the tiles that are faster than the shipped ones by ``MIN_SPEEDUP``.
 
-    The result is ``{kernel: (tile, speedup)}``, at most one tile per kernel. The speedup is the geometric mean over all
-    problems; a tile that failed on one of them is not considered.
+    The result is ``{kernel: (tile, speedup)}``, at most one tile per kernel. The speedup is the
+    geometric mean over all problems; a tile that failed on one of them is not considered.
     """
     timed: dict[str, dict[tuple[int, int, str], float]] = {}
     for row in rows:
@@ -125,6 +145,10 @@ def faster_tiles(operation: str, backward: bool, rows: Sequence[BenchRow]) -> di
 def override_tile(kernel: str, tile: Tile) -> AbstractContextManager[Any]:
     """Temporarily overrides the tile of ``kernel``, for all inputs."""
     if kernel not in tuned.FULL_PRECISION:
-        return patch.object(import_module(SHAPE_DEPENDENT[kernel]), "default_tile", lambda *sizes: tile)
+        return patch.object(
+            import_module(SHAPE_DEPENDENT[kernel]), "default_tile", lambda *sizes: tile
+        )
     pick = tuned.pick
-    return patch.object(tuned, "pick", lambda name, *others: tile if name == kernel else pick(name, *others))
+    return patch.object(
+        tuned, "pick", lambda name, *others: tile if name == kernel else pick(name, *others)
+    )

@@ -15,9 +15,11 @@ from msattn.kernels.bench.rows import Work
 from msattn.kernels.bench.timing import Call, graphed
 from msattn.kernels.testing import assert_within_budget
 
-Function = Callable[..., Any]  # maps the tensors of a layer to a tensor, or to a tuple that begins with the output
+# maps the tensors of a layer to a tensor, or to a tuple that begins with the output
+Function = Callable[..., Any]
 Layer = tuple[Any, ...]
-Window = Callable[[Layer, int, int], Layer]  # (layer of one sequence, begin, end) -> inputs of the query rows [begin, end)
+# (layer of one sequence, begin, end) -> inputs of the query rows [begin, end)
+Window = Callable[[Layer, int, int], Layer]
 WEIGHT_GRADIENT = "gradient 3"  # for a weight that mixes scores: a sum over all pairs of tokens
 
 
@@ -30,20 +32,24 @@ class Options:
     """Choice of the measurements, apart from the size of the problem."""
 
     lengths: Sequence[int]  # numbers of keys
-    sparsities: Sequence[float] = (0.9, 0.8, 0.5)  # shares of the visible keys that are not read, for operations that select
+    # shares of the visible keys that are not read, for operations that select
+    sparsities: Sequence[float] = (0.9, 0.8, 0.5)
     queries: Sequence[int] = (1, 4, 16)  # numbers of queries, for flash_decode
-    kernels: Sequence[Sequence[int]] = ((6, 11),)  # (queries, keys) of a convolution; the paper's by default
+    # (queries, keys) of a convolution; the paper's by default
+    kernels: Sequence[Sequence[int]] = ((6, 11),)
     backward: bool = False  # time the backward pass alone instead of the forward pass
     softcap: float | None = None  # limit of soft-capped scores; peers without a cap are left out
-    peers: Sequence[str] = ("flash", "cudnn", "flex", "eager", "block_sparse", "product")  # those to time
+    # those to time
+    peers: Sequence[str] = ("flash", "cudnn", "flex", "eager", "block_sparse", "product")
 
 
 @dataclass(frozen=True, eq=False)
 class Peer:
     """A competing implementation.
 
-    ``prepare`` returns the function to time. It may compile, run out of memory or find the peer unsupported; the exception it
-    raises is reported as the reason why the peer was not timed. A peer that several cases share is timed once.
+    ``prepare`` returns the function to time. It may compile, run out of memory or find the peer
+    unsupported; the exception it raises is reported as the reason why the peer was not timed. A
+    peer that several cases share is timed once.
     """
 
     name: str
@@ -59,10 +65,11 @@ class Peer:
 class BenchCase:
     """One operation on one problem.
 
-    ``call``, ``reference`` and ``eager``, the form in eager PyTorch that materializes all scores, take the tensors of a layer.
-    The error of the eager form in the operation's precision sets the tolerance of the check. Decoding cycles through several
-    ``layers`` so that none is in the L2 cache when it is read. ``window`` selects the reference's inputs for a range of query
-    rows in the check at full size; if None, only problems with few queries are checked there.
+    ``call``, ``reference`` and ``eager``, the form in eager PyTorch that materializes all scores,
+    take the tensors of a layer. The error of the eager form in the operation's precision sets the
+    tolerance of the check. Decoding cycles through several ``layers`` so that none is in the L2
+    cache when it is read. ``window`` selects the reference's inputs for a range of query rows in
+    the check at full size; if None, only problems with few queries are checked there.
     """
 
     call: Function
@@ -75,7 +82,8 @@ class BenchCase:
     sparsity: float = 0.0
     queries: int | None = None  # None: as many as keys
     graph: bool = False  # run as a CUDA graph, which removes launch overhead from the time
-    term: float = 1.0  # size of the terms that cancel in a result, which scales the rounding band (kernels/testing.py)
+    # size of the terms that cancel in a result, which scales the rounding band (kernels/testing.py)
+    term: float = 1.0
     window: Window | None = None
     context: int = 0  # rows before a window that its first rows depend on
 
@@ -89,12 +97,21 @@ class Forms(NamedTuple):
 
 
 def forms_of(module: ModuleType, name: str, **options: Any) -> Forms:
-    """Returns the forms of the operation ``name`` of a module, all with the same options; a reference may be the eager form."""
+    """Returns the forms of the operation ``name`` of a module, all with the same options; a
+    reference may be the eager form.
+    """
     exact = getattr(reference, name)
-    return Forms(*(partial(form, **options) for form in (getattr(module, name), exact, getattr(eager, name, exact))))
+    return Forms(
+        *(
+            partial(form, **options)
+            for form in (getattr(module, name), exact, getattr(eager, name, exact))
+        )
+    )
 
 
-def runner(function: Function, layers: Sequence[Layer], backward: bool, graph: bool, device: str) -> Call:
+def runner(
+    function: Function, layers: Sequence[Layer], backward: bool, graph: bool, device: str
+) -> Call:
     """Returns a call that runs the function, or its backward pass, on each layer."""
     if backward:
         return _backward_of(function, layers)
@@ -125,8 +142,8 @@ def _backward_of(function: Function, layers: Sequence[Layer]) -> Call:
 def check(case: BenchCase, backward: bool) -> None:
     """Compares outputs, and gradients if ``backward``, with the fp64 reference.
 
-    The tolerance is the error of the eager form in the same precision plus a rounding band (see ``kernels/testing.py``);
-    a larger error raises ReferenceMismatch.
+    The tolerance is the error of the eager form in the same precision plus a rounding band (see
+    ``kernels/testing.py``); a larger error raises ReferenceMismatch.
     """
     layer = case.layers[0]
     exact_layer = tuple(x.double() if is_float(x) else x for x in layer)
@@ -136,9 +153,13 @@ def check(case: BenchCase, backward: bool) -> None:
     for name, expected in exact.items():
         count = layer[0].shape[2] * layer[1].shape[2] if name == WEIGHT_GRADIENT else 1
         try:
-            assert_within_budget(name, actual[name], expected, eager[name], term=case.term, count=count)
+            assert_within_budget(
+                name, actual[name], expected, eager[name], term=case.term, count=count
+            )
         except AssertionError as error:
-            raise ReferenceMismatch(f"{case.setting}: {error}" if case.setting else str(error)) from error
+            raise ReferenceMismatch(
+                f"{case.setting}: {error}" if case.setting else str(error)
+            ) from error
 
 
 def _results(function: Function, layer: Layer, backward: bool) -> dict[str, Tensor]:
@@ -160,10 +181,14 @@ def _with_gradients(layer: Layer) -> tuple[Layer, list[Tensor]]:
 
 
 def outputs(result: Any) -> list[Tensor]:
-    """Returns a list of the floating-point results, and of counts (int32) and boolean ones as such numbers."""
+    """Returns a list of the floating-point results, and of counts (int32) and boolean ones as such
+    numbers.
+    """
     tensors = (result,) if isinstance(result, Tensor) else result
     exact = (torch.bool, torch.int32)
-    return [x.float() if x.dtype in exact else x for x in tensors if is_float(x) or x.dtype in exact]
+    return [
+        x.float() if x.dtype in exact else x for x in tensors if is_float(x) or x.dtype in exact
+    ]
 
 
 def is_float(x: Any) -> bool:

@@ -20,9 +20,14 @@ def bucket_mass(shape: Shape, options: Options) -> Iterator[BenchCase]:
     from msattn.kernels.bucket_mass import forward as op
 
     queries, num_buckets = min(QUERIES, shape.length), min(1024, max(1, shape.length // 32))
-    (q,), (k,) = shape.draw(shape.q_heads, queries), shape.draw(shape.kv_heads, shape.length, cached=True)
+    (q,), (k,) = (
+        shape.draw(shape.q_heads, queries),
+        shape.draw(shape.kv_heads, shape.length, cached=True),
+    )
     size = shape.batch, shape.kv_heads, shape.length
-    buckets = torch.randint(num_buckets, size, dtype=torch.int32, generator=shape.generator(), device=shape.device)
+    buckets = torch.randint(
+        num_buckets, size, dtype=torch.int32, generator=shape.generator(), device=shape.device
+    )
     rows, keys = shape.batch * shape.q_heads * queries, shape.batch * shape.kv_heads * shape.length
     item = shape.dtype.itemsize * shape.head_size
     product = Work(2 * rows * shape.length * shape.head_size, (rows + keys) * item)
@@ -30,7 +35,13 @@ def bucket_mass(shape: Shape, options: Options) -> Iterator[BenchCase]:
     layers = [(q, k, buckets)]
     forms = forms_of(op, "bucket_mass", num_buckets=num_buckets, softcap=options.softcap)
     compared = [
-        Peer("product", lambda: _product, [(q.contiguous(), k.contiguous())], product, note="Q K^T alone"),
+        Peer(
+            "product",
+            lambda: _product,
+            [(q.contiguous(), k.contiguous())],
+            product,
+            note="Q K^T alone",
+        ),
         peers.eager(forms.eager, layers, work, 2 * rows * shape.length),
     ]
     yield BenchCase(
@@ -58,19 +69,31 @@ def nearest_centroid(shape: Shape, options: Options) -> Iterator[BenchCase]:
     num_buckets = min(1024, max(1, shape.length // 32))
     (k,) = shape.draw(shape.kv_heads, shape.length, cached=True)
     size = shape.kv_heads, num_buckets, shape.head_size
-    centroids = normalize(torch.randn(size, generator=shape.generator(), device=shape.device), dim=-1)
+    centroids = normalize(
+        torch.randn(size, generator=shape.generator(), device=shape.device), dim=-1
+    )
     rows, item = shape.batch * shape.kv_heads * shape.length, shape.dtype.itemsize
-    work = Work(2 * rows * num_buckets * shape.head_size, rows * shape.head_size * item + 4 * centroids.numel())
+    work = Work(
+        2 * rows * num_buckets * shape.head_size,
+        rows * shape.head_size * item + 4 * centroids.numel(),
+    )
     rounded = centroids.to(shape.dtype).expand(shape.batch, -1, -1, -1)
-    product = Peer("product", lambda: _product, [(rounded, k.contiguous())], work, note="K C^T alone")
+    product = Peer(
+        "product", lambda: _product, [(rounded, k.contiguous())], work, note="K C^T alone"
+    )
     nearest = _of_each(forms_of(op, "nearest_centroid"), lambda result: result[-1])
     sums = _of_each(forms_of(op, "bucket_sums", num_buckets=num_buckets), lambda result: result[0])
     buckets = op.nearest_centroid(k, centroids).buckets
     for step, forms, layer in (("nearest", nearest, (k, centroids)), ("sums", sums, (k, buckets))):
         setting = f"{step}, {num_buckets} buckets"
-        compared = [product, peers.eager(forms.eager, [layer], work, rows * num_buckets, setting=setting)]
+        compared = [
+            product,
+            peers.eager(forms.eager, [layer], work, rows * num_buckets, setting=setting),
+        ]
         own_work = work._replace(bytes=work.bytes + 4 * rows)
-        yield BenchCase(*forms, [layer], own_work, compared, setting, term=k.norm(dim=-1).max().item())
+        yield BenchCase(
+            *forms, [layer], own_work, compared, setting, term=k.norm(dim=-1).max().item()
+        )
 
 
 def _of_each(forms: Forms, part: Callable[[Any], Any]) -> Forms:

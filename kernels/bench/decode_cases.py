@@ -1,7 +1,7 @@
 """Benchmark cases of decoding: a few new queries against long caches.
 
-The caches of several layers are read in turn and timed as one CUDA graph. Decoding is memory-bound: the bytes of its work are
-the keys and values that are read, the queries and the output, once each.
+The caches of several layers are read in turn and timed as one CUDA graph. Decoding is memory-bound:
+the bytes of its work are the keys and values that are read, the queries and the output, once each.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,9 @@ def flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     for queries, layers, work, compared, setting in _dense_problems(shape, options, causal=False):
         for variant in ("partial", "global"):
             forms = _flash_forms(options.softcap, causal=False, variant=variant)
-            yield decode_case(*forms, layers, work, compared, f"{variant}, {setting}", queries=queries)
+            yield decode_case(
+                *forms, layers, work, compared, f"{variant}, {setting}", queries=queries
+            )
 
 
 def paged_flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
@@ -40,10 +42,14 @@ def paged_flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     forms = _on_pages(forms_of(op, "paged_flash_decode", softcap=options.softcap))
     for queries, layers, work, compared, setting in _dense_problems(shape, options, causal=True):
         contiguous = _flash_forms(options.softcap, causal=True)
-        yield decode_case(*contiguous, layers, work, compared, f"contiguous, {setting}", queries=queries)
+        yield decode_case(
+            *contiguous, layers, work, compared, f"contiguous, {setting}", queries=queries
+        )
         for page_size in PAGE_SIZES:
             pages = [(q, *_paged(shape, k, v, page_size)) for q, k, v in layers]
-            yield decode_case(*forms, pages, work, compared, f"pages of {page_size}, {setting}", queries=queries)
+            yield decode_case(
+                *forms, pages, work, compared, f"pages of {page_size}, {setting}", queries=queries
+            )
 
 
 def _flash_forms(cap: float | None, *, causal: bool, **options: Any) -> Forms:
@@ -55,23 +61,32 @@ def _flash_forms(cap: float | None, *, causal: bool, **options: Any) -> Forms:
     return Forms(partial(op, **options), partial(reference.flash_decode, **options), plain)
 
 
-def _dense_problems(shape: Shape, options: Options, causal: bool) -> Iterator[tuple[int, list[Layer], Work, list[Peer], str]]:
+def _dense_problems(
+    shape: Shape, options: Options, causal: bool
+) -> Iterator[tuple[int, list[Layer], Work, list[Peer], str]]:
     """Yields the problem of each number of queries: its layers, work, peers and setting."""
     cap = options.softcap
     plain = partial(eager.flash_decode, causal=causal, softcap=cap)
     cache = shape.cache(LAYERS, max(options.queries))
     for queries in options.queries:
         layers: list[Layer] = [(q[:, :, :queries].contiguous(), k, v) for q, k, v in cache]
-        work, setting = _work(shape, queries, shape.length), peers.capped_setting(f"N = {queries}", cap)
+        work, setting = (
+            _work(shape, queries, shape.length),
+            peers.capped_setting(f"N = {queries}", cap),
+        )
         scores = shape.batch * shape.q_heads * queries * shape.length
-        compared = [*_dense(layers, work, setting, cap), peers.eager(plain, layers, work, scores, setting=setting)]
+        compared = [
+            *_dense(layers, work, setting, cap),
+            peers.eager(plain, layers, work, scores, setting=setting),
+        ]
         yield queries, layers, work, compared, setting
 
 
 def bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields two cases: a step of SAAP decoding without and with routing.
 
-    The step has 1024 buckets, 32 probes, a sink of 1 and 2047 recent keys, or fewer if the cache is short.
+    The step has 1024 buckets, 32 probes, a sink of 1 and 2047 recent keys, or fewer if the cache is
+    short.
     """
     problem = _bucket_problem(shape, options.softcap)
     yield _listed(shape, problem)
@@ -84,7 +99,9 @@ def probe_buckets(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
 
 def paged_bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """Yields the step of ``bucket_decode`` with lists, then a case per page size that scans buckets."""
+    """Yields the step of ``bucket_decode`` with lists, then a case per page size that scans
+    buckets.
+    """
     from msattn.kernels.paged import bucket_decode as op
 
     problem = _bucket_problem(shape, options.softcap)
@@ -92,7 +109,10 @@ def paged_bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     ids, work = problem.buckets.short(), _work(shape, 1, problem.read * shape.length)
     forms = _on_pages(forms_of(op, "paged_bucket_decode", **problem.window))
     for page_size in PAGE_SIZES:
-        pages = [(q, *_paged(shape, k, v, page_size, [ids]), probes) for q, k, v, _, probes in problem.layers]
+        pages = [
+            (q, *_paged(shape, k, v, page_size, [ids]), probes)
+            for q, k, v, _, probes in problem.layers
+        ]
         setting = f"pages of {page_size}, {problem.name}"
         yield decode_case(*forms, pages, work, problem.peers, setting, 1 - problem.read)
 
@@ -118,12 +138,16 @@ def _on_pages(forms: Forms) -> Forms:
     """Returns forms that take the tensors of the cache one by one."""
 
     def on_pages(function: Function) -> Function:
-        return lambda q, k, v, table, kv_len, *others: function(q, PagedKeys(k, v, table, kv_len), *others)
+        return lambda q, k, v, table, kv_len, *others: function(
+            q, PagedKeys(k, v, table, kv_len), *others
+        )
 
     return Forms(*map(on_pages, forms))
 
 
-def _paged(shape: Shape, k: Tensor, v: Tensor, page_size: int, others: Sequence[Tensor] = ()) -> Layer:
+def _paged(
+    shape: Shape, k: Tensor, v: Tensor, page_size: int, others: Sequence[Tensor] = ()
+) -> Layer:
     """Returns pages of keys and values, the table, full lengths, and the others by slot."""
     kv_len = torch.full((shape.batch,), shape.length, dtype=torch.int32, device=k.device)
     cache, by_slot = random_pages(k, v, kv_len, page_size, others, shape.seed)
@@ -133,9 +157,10 @@ def _paged(shape: Shape, k: Tensor, v: Tensor, page_size: int, others: Sequence[
 class _BucketProblem(NamedTuple):
     """Problem of ``bucket_decode``.
 
-    ``layers`` are tuples (q, k, v, index, probes) with an index of ``buckets``, int32 ``[B, Hkv, M]``; ``window`` has the
-    options ``recent``, ``sink`` and ``softcap``, ``read`` is the share of keys that is read. The peers are dense attention over
-    all keys, and eager PyTorch with a mask.
+    ``layers`` are tuples (q, k, v, index, probes) with an index of ``buckets``, int32
+    ``[B, Hkv, M]``; ``window`` has the options ``recent``, ``sink`` and ``softcap``, ``read`` is
+    the share of keys that is read. The peers are dense attention over all keys, and eager PyTorch
+    with a mask.
     """
 
     layers: list[Layer]
@@ -154,12 +179,28 @@ def _bucket_problem(shape: Shape, softcap: float | None = None) -> _BucketProble
     random: dict[str, Any] = {"generator": shape.generator(), "device": shape.device}
     buckets = torch.randint(num_buckets, (*heads, shape.length), dtype=torch.int32, **random)
     index = build_bucket_index(buckets, num_buckets)
-    probes = torch.rand((LAYERS, *heads, num_buckets), **random).argsort(-1)[..., :num_probes].int().contiguous()
-    layers: list[Layer] = [(*qkv, index, chosen) for qkv, chosen in zip(shape.cache(LAYERS), probes, strict=True)]
-    read = sum(eager.keys_read(index, chosen, recent, 1).float().mean().item() for chosen in probes) / LAYERS
+    probes = (
+        torch.rand((LAYERS, *heads, num_buckets), **random)
+        .argsort(-1)[..., :num_probes]
+        .int()
+        .contiguous()
+    )
+    layers: list[Layer] = [
+        (*qkv, index, chosen) for qkv, chosen in zip(shape.cache(LAYERS), probes, strict=True)
+    ]
+    read = (
+        sum(eager.keys_read(index, chosen, recent, 1).float().mean().item() for chosen in probes)
+        / LAYERS
+    )
     name = peers.capped_setting(f"{num_probes} of {num_buckets} buckets", softcap)
-    window, all_keys = {"recent": recent, "sink": 1, "softcap": softcap}, _work(shape, 1, shape.length)
-    plain, scores = partial(eager.bucket_decode, **window), shape.batch * shape.q_heads * shape.length
+    window, all_keys = (
+        {"recent": recent, "sink": 1, "softcap": softcap},
+        _work(shape, 1, shape.length),
+    )
+    plain, scores = (
+        partial(eager.bucket_decode, **window),
+        shape.batch * shape.q_heads * shape.length,
+    )
     dense = _dense([layer[:3] for layer in layers], all_keys, softcap=softcap)
     compared = [*dense, peers.eager(plain, layers, all_keys, scores)]
     return _BucketProblem(layers, buckets, num_buckets, window, read, name, compared)
@@ -169,8 +210,13 @@ def _listed(shape: Shape, problem: _BucketProblem, prefix: str = "") -> BenchCas
     """Returns the case of a step without routing."""
     from msattn.kernels import bucket_decode as op
 
-    forms, work = forms_of(op, "bucket_decode", **problem.window), _work(shape, 1, problem.read * shape.length)
-    return decode_case(*forms, problem.layers, work, problem.peers, prefix + problem.name, 1 - problem.read)
+    forms, work = (
+        forms_of(op, "bucket_decode", **problem.window),
+        _work(shape, 1, problem.read * shape.length),
+    )
+    return decode_case(
+        *forms, problem.layers, work, problem.peers, prefix + problem.name, 1 - problem.read
+    )
 
 
 def _routed(shape: Shape, problem: _BucketProblem) -> BenchCase:
@@ -181,16 +227,26 @@ def _routed(shape: Shape, problem: _BucketProblem) -> BenchCase:
     from msattn.kernels import bucket_decode as op
     from msattn.kernels import probe_buckets as routing
 
-    window, num_buckets, num_probes, hidden = problem.window, problem.num_buckets, problem.layers[0][4].shape[2], 1024
+    window, num_buckets, num_probes, hidden = (
+        problem.window,
+        problem.num_buckets,
+        problem.layers[0][4].shape[2],
+        1024,
+    )
 
     def with_classifiers(q: Tensor, k: Tensor, v: Tensor, index: Any, probes: Tensor) -> Layer:
         sizes = (shape.head_size, hidden), (1, hidden), (hidden, num_buckets)
-        weights = [torch.randn(shape.kv_heads, *size, dtype=q.dtype, device=q.device) / size[0] for size in sizes]
+        weights = [
+            torch.randn(shape.kv_heads, *size, dtype=q.dtype, device=q.device) / size[0]
+            for size in sizes
+        ]
         bias_out = torch.zeros(shape.kv_heads, 1, num_buckets, dtype=q.dtype, device=q.device)
         probes = probes[:1].expand_as(probes)
         return q, k, v, index, probes, *weights, bias_out.scatter_(2, probes[0, :, None].long(), 8)
 
-    def decode(q: Tensor, k: Tensor, v: Tensor, index: Any, probes: Tensor, *weights: Tensor) -> Any:
+    def decode(
+        q: Tensor, k: Tensor, v: Tensor, index: Any, probes: Tensor, *weights: Tensor
+    ) -> Any:
         chosen = routing.probe_buckets(q, *weights, kv_heads=shape.kv_heads, probes=num_probes)
         return op.bucket_decode(q, k, v, index, chosen, **window)
 
@@ -200,10 +256,15 @@ def _routed(shape: Shape, problem: _BucketProblem) -> BenchCase:
         lambda *layer: eager.bucket_decode(*layer[:5], **window),
     )
     layers = [with_classifiers(*layer) for layer in problem.layers]
-    weights, attention = sum(x.numel() for x in layers[0][5:]), _work(shape, 1, problem.read * shape.length)
+    weights, attention = (
+        sum(x.numel() for x in layers[0][5:]),
+        _work(shape, 1, problem.read * shape.length),
+    )
     flops = attention.flops + 2 * shape.batch * shape.q_heads // shape.kv_heads * weights
     work = Work(flops, attention.bytes + weights * shape.dtype.itemsize)
-    return decode_case(*forms, layers, work, problem.peers, f"{problem.name}, routing included", 1 - problem.read)
+    return decode_case(
+        *forms, layers, work, problem.peers, f"{problem.name}, routing included", 1 - problem.read
+    )
 
 
 def conv_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
@@ -213,9 +274,14 @@ def conv_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     forms, dense = forms_of(op, "conv_decode"), _work(shape, 1, shape.length)
     scores = shape.batch * shape.q_heads * shape.length
     for c_q, c_k in options.kernels:
-        layers: list[Layer] = [(*qkv, conv_weight(shape, c_q, c_k)) for qkv in shape.cache(LAYERS, c_q)]
+        layers: list[Layer] = [
+            (*qkv, conv_weight(shape, c_q, c_k)) for qkv in shape.cache(LAYERS, c_q)
+        ]
         window = (c_q - 1) * shape.batch * shape.q_heads * shape.head_size * shape.dtype.itemsize
-        work = Work(dense.flops + scores * (2 * shape.head_size * (c_q - 1) + 2 * c_q * c_k), dense.bytes + window)
+        work = Work(
+            dense.flops + scores * (2 * shape.head_size * (c_q - 1) + 2 * c_q * c_k),
+            dense.bytes + window,
+        )
         cache = [(q[:, :, -1:].contiguous(), k, v) for q, k, v, _ in layers]
         compared = [*_dense(cache, dense), peers.eager(forms.eager, layers, work, scores * c_q)]
         yield decode_case(*forms, layers, work, compared, f"{c_q} x {c_k}")
@@ -233,7 +299,9 @@ def merge_states(shape: Shape, options: Options) -> Iterator[BenchCase]:
     yield BenchCase(*forms_of(op, "merge_states"), [(outs, lses)], work, compared, f"{PARTS} parts")
 
 
-def _dense(layers: Sequence[Layer], work: Work, setting: str = "", softcap: float | None = None) -> list[Peer]:
+def _dense(
+    layers: Sequence[Layer], work: Work, setting: str = "", softcap: float | None = None
+) -> list[Peer]:
     """Returns the dense peers, which read all keys."""
     dense = peers.dense(layers, work, causal=False, setting=setting, softcap=softcap)
     return [*dense, peers.flex(layers, work, setting=setting, softcap=softcap)]

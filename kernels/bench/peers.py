@@ -18,16 +18,27 @@ DENSE_BACKENDS = {  # names in torch.nn.attention.SDPBackend
     "efficient": "EFFICIENT_ATTENTION",
     "math": "MATH",
 }
-FLEX_TILES_64 = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4}  # the default is tiles of 128 queries
-BYTES_PER_SCORE = 12  # in eager code: scores and probabilities, in fp32 and in the precision of the input
+# the default is tiles of 128 queries
+FLEX_TILES_64 = {"fwd_BLOCK_M": 64, "fwd_BLOCK_N": 64, "fwd_num_warps": 4}
+# in eager code: scores and probabilities, in fp32 and in the precision of the input
+BYTES_PER_SCORE = 12
 
 
 class PeerUnavailable(RuntimeError):
     """A peer cannot run on this machine; the message gives the reason."""
 
 
-def dense(layers: Sequence[Layer], work: Work, *, causal: bool, setting: str = "", softcap: float | None = None) -> list[Peer]:
-    """Returns a peer for each backend of ``scaled_dot_product_attention``, which cannot cap scores."""
+def dense(
+    layers: Sequence[Layer],
+    work: Work,
+    *,
+    causal: bool,
+    setting: str = "",
+    softcap: float | None = None,
+) -> list[Peer]:
+    """Returns a peer for each backend of ``scaled_dot_product_attention``, which cannot cap
+    scores.
+    """
     if softcap is not None:
         return []
     qkv = [layer[:3] for layer in layers]
@@ -52,18 +63,28 @@ def _dense(backend: str, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tenso
 
 
 def eager(
-    function: Function, layers: Sequence[Layer], work: Work, scores: int, backward: bool = False, setting: str = ""
+    function: Function,
+    layers: Sequence[Layer],
+    work: Work,
+    scores: int,
+    backward: bool = False,
+    setting: str = "",
 ) -> Peer:
     """Returns the operation in eager PyTorch as a peer.
 
-    ``scores`` is the number of scores that are materialized; a backward pass needs twice as much memory for them. The peer is
-    unavailable if memory is too small for them.
+    ``scores`` is the number of scores that are materialized; a backward pass needs twice as much
+    memory for them. The peer is unavailable if memory is too small for them.
     """
 
     def prepare() -> Function:
-        needed, free = scores * BYTES_PER_SCORE * (2 if backward else 1), _free_bytes(layers[0][0].device)
+        needed, free = (
+            scores * BYTES_PER_SCORE * (2 if backward else 1),
+            _free_bytes(layers[0][0].device),
+        )
         if needed > free:
-            raise PeerUnavailable(f"its scores need {needed / 1e9:,.0f} GB, {free / 1e9:,.0f} GB are free")
+            raise PeerUnavailable(
+                f"its scores need {needed / 1e9:,.0f} GB, {free / 1e9:,.0f} GB are free"
+            )
         return function
 
     return Peer("eager", prepare, layers, work, setting=setting)
@@ -72,7 +93,11 @@ def eager(
 def _free_bytes(device: torch.device) -> int:
     """Returns the free bytes; on a GPU they include PyTorch's unused reserved memory."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -86,10 +111,12 @@ def flex(
     sparsity: float = 0.0,
     softcap: float | None = None,
 ) -> Peer:
-    """Returns compiled FlexAttention over all keys, or over the visible blocks of a mask, as a peer.
+    """Returns compiled FlexAttention over all keys, or over the visible blocks of a mask, as a
+    peer.
 
-    ``block_mask`` is ``[1, Hq | Hkv | 1, T, T]``. ``coarse`` replaces it by a mask of 128-token blocks that reads about as many
-    keys (:func:`coarsen`), because the backward pass of FlexAttention does not support blocks of 64.
+    ``block_mask`` is ``[1, Hq | Hkv | 1, T, T]``. ``coarse`` replaces it by a mask of 128-token
+    blocks that reads about as many keys (:func:`coarsen`), because the backward pass of
+    FlexAttention does not support blocks of 64.
     """
     q, call = layers[0][0], partial(_flex, score_mod=_flex_softcap(softcap))
 
@@ -100,7 +127,11 @@ def flex(
         if mask.shape[1] > 1:
             mask = mask.repeat_interleave(q.shape[1] // mask.shape[1], 1)
         tiles = None if coarse or not q.is_cuda else FLEX_TILES_64
-        return partial(call, block_mask=_flex_mask(mask, 128 if coarse else 64, q.shape[2]), kernel_options=tiles)
+        return partial(
+            call,
+            block_mask=_flex_mask(mask, 128 if coarse else 64, q.shape[2]),
+            kernel_options=tiles,
+        )
 
     note = "in blocks of 128 tokens" if coarse else ""
     return Peer("flex", prepare, [layer[:3] for layer in layers], work, sparsity, setting, note)
@@ -113,7 +144,9 @@ def capped_setting(setting: str, softcap: float | None) -> str:
 
 def _flex_softcap(softcap: float | None) -> Any:
     """Returns FlexAttention's ``score_mod`` that caps scores, or None."""
-    return None if softcap is None else lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
+    return (
+        None if softcap is None else lambda score, b, h, i, j: softcap * torch.tanh(score / softcap)
+    )
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
@@ -144,7 +177,12 @@ def coarsen(mask: Tensor) -> Tensor:
     """
     size = mask.shape[-1]
     odd = size % 2
-    counts = pad(mask.float(), (0, odd, 0, odd)).unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2)).sum((-1, -3))
+    counts = (
+        pad(mask.float(), (0, odd, 0, odd))
+        .unflatten(-1, (-1, 2))
+        .unflatten(-3, (-1, 2))
+        .sum((-1, -3))
+    )
     number = (counts.sum(-1, keepdim=True) / 4).round().clamp(min=1)
     diagonal = torch.eye(counts.shape[-1], dtype=torch.bool, device=mask.device)
     rank = counts.masked_fill(diagonal, torch.inf).argsort(dim=-1, descending=True).argsort(dim=-1)
@@ -159,11 +197,17 @@ def _flex_mask(mask: Tensor, block: int, tokens: int) -> Any:
     from torch.nn.attention.flex_attention import BlockMask
 
     def lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        return blocks.sum(-1).int(), blocks.byte().argsort(dim=-1, descending=True, stable=True).int()
+        return blocks.sum(-1).int(), blocks.byte().argsort(
+            dim=-1, descending=True, stable=True
+        ).int()
 
     diagonal = torch.eye(mask.shape[-1], dtype=torch.bool, device=mask.device)
     return BlockMask.from_kv_blocks(
-        *lists(mask & diagonal), *lists(mask & ~diagonal), BLOCK_SIZE=block, mask_mod=_causal, seq_lengths=(tokens, tokens)
+        *lists(mask & diagonal),
+        *lists(mask & ~diagonal),
+        BLOCK_SIZE=block,
+        mask_mod=_causal,
+        seq_lengths=(tokens, tokens),
     )
 
 
@@ -187,7 +231,10 @@ def dense_work(shape: Shape, backward: bool) -> Work:
 def attention_work(shape: Shape, pairs: float, backward: bool) -> Work:
     """Returns the work of attention that reads ``pairs`` scores, over all heads."""
     tokens = shape.batch * shape.length
-    rows, keys = tokens * shape.q_heads * shape.head_size, 2 * tokens * shape.kv_heads * shape.head_size
+    rows, keys = (
+        tokens * shape.q_heads * shape.head_size,
+        2 * tokens * shape.kv_heads * shape.head_size,
+    )
     lse = 4 * tokens * shape.q_heads
     item = shape.dtype.itemsize
     if backward:  # reads q, out, dout, k, v; writes dq, dk, dv

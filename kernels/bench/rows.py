@@ -30,7 +30,11 @@ class Shape:
         kv_heads = min(2, self.kv_heads)
         group = self.q_heads // self.kv_heads
         return dataclasses.replace(
-            self, length=CHECK_LENGTH, batch=min(2, self.batch), q_heads=group * kv_heads, kv_heads=kv_heads
+            self,
+            length=CHECK_LENGTH,
+            batch=min(2, self.batch),
+            q_heads=group * kv_heads,
+            kv_heads=kv_heads,
         )
 
     @property
@@ -42,26 +46,36 @@ class Shape:
         """Returns a generator of random numbers on the device, of the same seed at every call."""
         return torch.Generator(self.device).manual_seed(self.seed)
 
-    def draw(self, heads: int, tokens: int, layers: int = 1, *, cached: bool = False) -> list[Tensor]:
+    def draw(
+        self, heads: int, tokens: int, layers: int = 1, *, cached: bool = False
+    ) -> list[Tensor]:
         """Draws normal ``[B, heads, tokens, D]`` for each layer.
 
-        The tensors are transposed views, as those of a model's projections. ``cached`` selects a different random seed for keys
-        and values, so that they differ from queries of the same shape.
+        The tensors are transposed views, as those of a model's projections. ``cached`` selects a
+        different random seed for keys and values, so that they differ from queries of the same
+        shape.
         """
-        generator = torch.Generator(self.device).manual_seed(2 * (self.seed + heads + tokens) + cached)
+        generator = torch.Generator(self.device).manual_seed(
+            2 * (self.seed + heads + tokens) + cached
+        )
         size = layers, self.batch, tokens, heads, self.head_size
         drawn = torch.randn(size, generator=generator, dtype=self.dtype, device=self.device)
         return list(drawn.transpose(2, 3))
 
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
         """Draws the inputs of one layer: ``q [B, Hq, N, D]`` and ``k, v [B, Hkv, N, D]``."""
-        (q,), (k, v) = self.draw(self.q_heads, self.length), self.draw(self.kv_heads, self.length, 2, cached=True)
+        (q,), (k, v) = (
+            self.draw(self.q_heads, self.length),
+            self.draw(self.kv_heads, self.length, 2, cached=True),
+        )
         return q, k, v
 
     def cache(self, layers: int, num_queries: int = 1) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Draws queries and a cache for each layer, contiguous as in transformers."""
         q = self.draw(self.q_heads, num_queries, layers)
-        kv = [x.contiguous() for x in self.draw(self.kv_heads, self.length, 2 * layers, cached=True)]
+        kv = [
+            x.contiguous() for x in self.draw(self.kv_heads, self.length, 2 * layers, cached=True)
+        ]
         return list(zip(q, kv[:layers], kv[layers:], strict=True))
 
 
@@ -98,15 +112,21 @@ class BenchRow:
     ms: float | None = None  # median of the time of one run; the next two are its quartiles
     q1: float | None = None
     q3: float | None = None
-    error: float | None = None  # largest of an output row against fp64 at this size, relative to its norm; None: not checked
-    memory_gb: float | None = None  # peak device memory of one run beyond its inputs, results included; None on a CPU
+    # largest of an output row against fp64 at this size, relative to its norm; None: not checked
+    error: float | None = None
+    # peak device memory of one run beyond its inputs, results included; None on a CPU
+    memory_gb: float | None = None
     tflops: float | None = None  # the Work of the operation divided by the time, as tb_s
     tb_s: float | None = None
-    share: float | None = None  # of this machine's measured ceiling, compute or memory, whichever share is larger
+    # of this machine's measured ceiling, compute or memory, whichever share is larger
+    share: float | None = None
     bound: str = ""  # the name of that ceiling
-    compile_s: float | None = None  # of the slowest of its kernels, in a sweep; None if nothing was compiled
-    times: dict[str, float] = dataclasses.field(default_factory=dict)  # speedup over each peer of the same run
-    note: str = ""  # difference between a peer and the operation, or the reason why there is no time
+    # of the slowest of its kernels, in a sweep; None if nothing was compiled
+    compile_s: float | None = None
+    # speedup over each peer of the same run
+    times: dict[str, float] = dataclasses.field(default_factory=dict)
+    # difference between a peer and the operation, or the reason why there is no time
+    note: str = ""
     device: str = ""  # the GPU or CPU
     torch: str = ""
     triton: str = ""

@@ -11,8 +11,21 @@ import torch
 
 from msattn.kernels import tuned
 from msattn.kernels.bench import clustering_cases, decode_cases, prefill_cases, selection_cases
-from msattn.kernels.bench.candidate_tiles import SHIPPED, list_candidates, override_tile, variant_name
-from msattn.kernels.bench.cases import BenchCase, Function, Options, Peer, ReferenceMismatch, check, runner
+from msattn.kernels.bench.candidate_tiles import (
+    SHIPPED,
+    list_candidates,
+    override_tile,
+    variant_name,
+)
+from msattn.kernels.bench.cases import (
+    BenchCase,
+    Function,
+    Options,
+    Peer,
+    ReferenceMismatch,
+    check,
+    runner,
+)
 from msattn.kernels.bench.full_size import error_at_full_size
 from msattn.kernels.bench.rows import BenchRow, Shape, Work, throughput
 from msattn.kernels.bench.timing import ceilings, compile_seconds, peak_memory_gb, time_ms
@@ -29,10 +42,11 @@ CASES: dict[str, Callable[[Shape, Options], Iterator[BenchCase]]] = {
 def measure(operation: str, shape: Shape, options: Options) -> Iterator[BenchRow]:
     """Times an operation and its peers at each length.
 
-    Yields each row as soon as it is measured: first the peers, then the operation that is compared with them. A peer
-    that cannot run on this machine has no time, and a note with the reason. The length of ``shape`` is replaced by each of
-    ``options.lengths``. Raises ReferenceMismatch if the operation disagrees with its reference at a small shape, before
-    anything is timed, or at a shape just timed.
+    Yields each row as soon as it is measured: first the peers, then the operation that is compared
+    with them. A peer that cannot run on this machine has no time, and a note with the reason. The
+    length of ``shape`` is replaced by each of ``options.lengths``. Raises ReferenceMismatch if the
+    operation disagrees with its reference at a small shape, before anything is timed, or at a shape
+    just timed.
     """
     for case in CASES[operation](shape.small(), options):
         check(case, options.backward)
@@ -46,27 +60,33 @@ def measure(operation: str, shape: Shape, options: Options) -> Iterator[BenchRow
                     yield peer_rows[peer]
             row = timer.time_operation(case, "msattn")
             peer_ms = {peer.name: peer_rows[peer].ms for peer in case.peers if peer in peer_rows}
-            yield replace(row, times={name: ms / row.ms for name, ms in peer_ms.items() if ms and row.ms})
+            yield replace(
+                row, times={name: ms / row.ms for name, ms in peer_ms.items() if ms and row.ms}
+            )
 
 
 def sweep(operation: str, shape: Shape, options: Options) -> Iterator[BenchRow]:
     """Times an operation with its shipped tiles, then with each candidate tile.
 
-    Yields one row for each tile and case. A tile that fails or gives a wrong result has no time, and a note with the reason.
-    Raises ReferenceMismatch if the operation with its shipped tiles disagrees with its reference.
+    Yields one row for each tile and case. A tile that fails or gives a wrong result has no time,
+    and a note with the reason. Raises ReferenceMismatch if the operation with its shipped tiles
+    disagrees with its reference.
     """
     for length in options.lengths:
         timer = _Timer(operation, replace(shape, length=length), options.backward)
         for candidate in (None, *list_candidates(operation, options.backward)):
             name = SHIPPED if candidate is None else variant_name(*candidate)
             override = nullcontext() if candidate is None else override_tile(*candidate)
-            with patch.object(tuned, "user_tiles", dict), override:  # the user has no tiles meanwhile
+            # the user has no tiles meanwhile
+            with patch.object(tuned, "user_tiles", dict), override:
                 try:
                     with compile_seconds() as seconds:
                         for case in CASES[operation](shape.small(), options):
                             check(case, options.backward)
                     for case in CASES[operation](timer.shape, options):
-                        yield replace(timer.time_operation(case, name), compile_s=max(seconds, default=None))
+                        yield replace(
+                            timer.time_operation(case, name), compile_s=max(seconds, default=None)
+                        )
                 except Exception as error:
                     if candidate is None and isinstance(error, ReferenceMismatch):
                         raise
@@ -96,7 +116,9 @@ class _Timer:
 
     def time_peer(self, peer: Peer, case: BenchCase) -> BenchRow:
         """Times a peer, and notes any exception, which third-party code may raise."""
-        row = replace(self.row(peer.name, peer.setting, peer.sparsity, case.queries), note=peer.note)
+        row = replace(
+            self.row(peer.name, peer.setting, peer.sparsity, case.queries), note=peer.note
+        )
         try:
             return replace(row, **self._time(peer.prepare(), peer.layers, peer.work, case.graph))
         except Exception as error:
@@ -107,11 +129,15 @@ class _Timer:
         run = runner(function, layers, self.backward, graph, shape.device)
         took = time_ms(run, shape.device, budget_s=0.5 if shape.device == "cpu" else 5.0)
         median, q1, q3 = (ms / len(layers) for ms in took)
-        memory = peak_memory_gb(runner(function, layers[:1], self.backward, False, shape.device), shape.device)
+        memory = peak_memory_gb(
+            runner(function, layers[:1], self.backward, False, shape.device), shape.device
+        )
         rates = throughput(work, median, ceilings(shape.device, shape.dtype))
         return {"ms": median, "q1": q1, "q3": q3, "memory_gb": memory, **rates}
 
-    def row(self, variant: str, setting: str, sparsity: float, queries: int | None = None) -> BenchRow:
+    def row(
+        self, variant: str, setting: str, sparsity: float, queries: int | None = None
+    ) -> BenchRow:
         """Returns a row without a time."""
         shape = self.shape
         return BenchRow(

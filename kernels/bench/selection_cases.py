@@ -14,15 +14,22 @@ from msattn.kernels.bench.rows import BLOCK, SMALL, Shape, Work
 
 
 def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """Yields a case with ``BLOCK`` keys in a block and one with ``SMALL``: a gate for each query head, by default settings."""
+    """Yields a case with ``BLOCK`` keys in a block and one with ``SMALL``: a gate for each query
+    head, by default settings.
+    """
     from msattn.kernels import gate_scores as op
     from msattn.kernels import pool_blocks as pooling
 
-    (q,), (k,) = shape.draw(shape.q_heads, shape.length), shape.draw(shape.kv_heads, shape.length, cached=True)
+    (q,), (k,) = (
+        shape.draw(shape.q_heads, shape.length),
+        shape.draw(shape.kv_heads, shape.length, cached=True),
+    )
     heads, size, blocks = shape.q_heads, shape.head_size, shape.blocks
     generator = shape.generator()
     query_weight, key_weight = (
-        torch.randn((heads, size, pools * size), generator=generator, device=shape.device) * size**-0.5 for pools in (1, 2)
+        torch.randn((heads, size, pools * size), generator=generator, device=shape.device)
+        * size**-0.5
+        for pools in (1, 2)
     )
     gate: dict[str, Any] = {
         "inv_freq": 10000.0 ** -(torch.arange(0, size, 2, device=shape.device) / size),
@@ -38,8 +45,12 @@ def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
         moved = 2 * (q.numel() + k.numel()) * shape.dtype.itemsize + 4 * projected * blocks * cols
         work = Work(2 * size * projected * (size * (blocks + 2 * cols) + blocks * cols), moved)
         with_keys = partial(_with_pooled_keys, key_block_size=keys)
-        forms = Forms(*map(with_keys, forms_of(op, "gate_scores", key_block_size=keys, **gate), pools))
-        compared = [peers.eager(forms.eager, layers, work, 3 * projected * blocks * cols, setting=setting)]
+        forms = Forms(
+            *map(with_keys, forms_of(op, "gate_scores", key_block_size=keys, **gate), pools)
+        )
+        compared = [
+            peers.eager(forms.eager, layers, work, 3 * projected * blocks * cols, setting=setting)
+        ]
         yield BenchCase(*forms, layers, work, compared, setting)
 
 
@@ -47,7 +58,9 @@ def _with_pooled_keys(form: Function, pool: Function, *, key_block_size: int) ->
     """Returns ``form`` of queries, keys and weights, both of which stand for rotated ones, too."""
 
     def pooled(q: Tensor, k: Tensor, *weights: Tensor) -> Any:
-        return form(q, pool(k, ["max", "min"], block_size=key_block_size, rotated=k), *weights, q_rope=q)
+        return form(
+            q, pool(k, ["max", "min"], block_size=key_block_size, rotated=k), *weights, q_rope=q
+        )
 
     return pooled
 
@@ -77,12 +90,21 @@ def best_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
     visible_blocks = logits.numel() * (blocks + 1) / (2 * blocks)
     work = Work(4 * visible_blocks, 4 * visible_blocks + 4 * logits.numel())
     forms = forms_of(op, "block_softmax")
-    compared = [peers.eager(forms.eager, [(logits, visible)], work, 2 * logits.numel(), setting="softmax")]
+    compared = [
+        peers.eager(forms.eager, [(logits, visible)], work, 2 * logits.numel(), setting="softmax")
+    ]
     yield BenchCase(*forms, [(logits, visible)], work, compared, "softmax")
     diagonal = torch.eye(blocks, dtype=torch.bool, device=shape.device)[None, None]
     for sparsity in sorted(options.sparsities, reverse=True):
         counts = (visible.sum(-1, keepdim=True) * (1 - sparsity)).round().int()
-        layers: list[tuple[Tensor, ...]] = [(reference.block_softmax(logits, visible), counts, visible, diagonal)]
-        work, setting = Work(visible_blocks, 4 * visible_blocks + logits.numel()), f"best {1 - sparsity:.0%}"
-        compared = [peers.eager(eager.best_blocks, layers, work, 2 * logits.numel(), setting=setting)]
+        layers: list[tuple[Tensor, ...]] = [
+            (reference.block_softmax(logits, visible), counts, visible, diagonal)
+        ]
+        work, setting = (
+            Work(visible_blocks, 4 * visible_blocks + logits.numel()),
+            f"best {1 - sparsity:.0%}",
+        )
+        compared = [
+            peers.eager(eager.best_blocks, layers, work, 2 * logits.numel(), setting=setting)
+        ]
         yield BenchCase(*forms_of(op, "best_blocks"), layers, work, compared, setting, sparsity)

@@ -13,7 +13,8 @@ import torch
 from msattn.kernels.bench.rows import PeakRates
 
 Call = Callable[[], object]
-SLEEP_CYCLES = 2_000_000  # GPU clock cycles to idle before a timed call: about as long as Python takes to launch it
+# GPU clock cycles to idle before a timed call: about as long as Python takes to launch it
+SLEEP_CYCLES = 2_000_000
 
 
 class Milliseconds(NamedTuple):
@@ -24,10 +25,13 @@ class Milliseconds(NamedTuple):
     q3: float
 
 
-def time_ms(call: Call, device: str, repeats: int = 20, budget_s: float = 5.0, min_repeats: int = 5) -> Milliseconds:
+def time_ms(
+    call: Call, device: str, repeats: int = 20, budget_s: float = 5.0, min_repeats: int = 5
+) -> Milliseconds:
     """Times a call after a warm-up, by CUDA events on a GPU, by wall clock on a CPU.
 
-    Slow calls are repeated less often, to stay within ``budget_s``, but at least ``min_repeats`` times.
+    Slow calls are repeated less often, to stay within ``budget_s``, but at least ``min_repeats``
+    times.
     """
     call()
     _synchronize(device)
@@ -46,7 +50,8 @@ def _time_once(call: Call, device: str) -> float:
         call()
         return (time.perf_counter() - start) * 1e3
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(SLEEP_CYCLES)  # the CPU launches the call during the sleep, so that only GPU time is measured
+    # the CPU launches the call during the sleep, so that only GPU time is measured
+    torch.cuda._sleep(SLEEP_CYCLES)
     begin.record()
     call()
     end.record()
@@ -83,7 +88,8 @@ def compile_seconds() -> Iterator[list[float]]:
         return
     from triton import knobs
 
-    def listen(*, times: knobs.CompileTimes, **others: object) -> None:  # Triton passes further keyword arguments
+    # Triton passes further keyword arguments
+    def listen(*, times: knobs.CompileTimes, **others: object) -> None:
         seconds.append(times.total / 1e6)
 
     with knobs.compilation.scope():
@@ -107,8 +113,8 @@ def graphed(call: Call, device: str) -> Call:
 def ceilings(device: str, dtype: torch.dtype) -> PeakRates:
     """Measures this machine's peak TFLOP/s of a matrix product in ``dtype``, and peak TB/s.
 
-    This takes some seconds; the result is cached. The memory ceiling is the larger bandwidth of a copy (which reads and writes)
-    and a sum (which only reads).
+    This takes some seconds; the result is cached. The memory ceiling is the larger bandwidth of a
+    copy (which reads and writes) and a sum (which only reads).
     """
     side, size = (1024, 2**26) if device == "cpu" else (8192, 2**31)
     a, b = torch.randn(2, side, side, dtype=dtype, device=device)
@@ -117,4 +123,6 @@ def ceilings(device: str, dtype: torch.dtype) -> PeakRates:
     target = torch.empty_like(source)
     copied = time_ms(lambda: target.copy_(source), device, budget_s=1.0)
     read = time_ms(source.sum, device, budget_s=1.0)
-    return PeakRates(2 * side**3 / product.median / 1e9, max(2 * size / copied.median, size / read.median) / 1e9)
+    return PeakRates(
+        2 * side**3 / product.median / 1e9, max(2 * size / copied.median, size / read.median) / 1e9
+    )

@@ -1,15 +1,18 @@
 """Block-sparse attention (SeerAttention, section 3.2), forward pass.
 
-    out_i = softmax over keys j in the True blocks of i's row block (and j <= i if causal) of (scale * q_i k_j), times v_j
+    out_i = softmax over keys j in the True blocks of i's row block (and j <= i if causal) of (scale
+    * q_i k_j), times v_j
 
-The mask is first compacted on the device (:mod:`msattn.kernels.common.block_lists`): for each row block, the column blocks to
-read, full blocks before those on the diagonal or at the end of the keys. One program owns one row block and iterates over its
-list, so that the cost is proportional to the number of selected blocks. The backward pass is in
+The mask is first compacted on the device (:mod:`msattn.kernels.common.block_lists`): for each row
+block, the column blocks to read, full blocks before those on the diagonal or at the end of the
+keys. One program owns one row block and iterates over its list, so that the cost is proportional to
+the number of selected blocks. The backward pass is in
 :mod:`msattn.kernels.block_sparse_attention.backward`.
 
-A tile has BM queries, a row block, and BN keys: a block of KEYS keys, an even part of one, or several from the list, so that
-products of small blocks fill the tensor cores. Descriptors load tiles within a block; those of several blocks are gathered by
-the addresses of their keys, full blocks first, so that only the last tiles need a mask.
+A tile has BM queries, a row block, and BN keys: a block of KEYS keys, an even part of one, or
+several from the list, so that products of small blocks fill the tensor cores. Descriptors load
+tiles within a block; those of several blocks are gathered by the addresses of their keys, full
+blocks first, so that only the last tiles need a mask.
 """
 
 import torch
@@ -18,7 +21,13 @@ from torch import Tensor
 from msattn.kernels import reference
 from msattn.kernels.block_sparse_attention import backward
 from msattn.kernels.common.block_checks import check_block_mask, resolve_key_block_size
-from msattn.kernels.common.block_lists import compact_parts, find_list, listed_keys, listed_runs, run_keys
+from msattn.kernels.common.block_lists import (
+    compact_parts,
+    find_list,
+    listed_keys,
+    listed_runs,
+    run_keys,
+)
 from msattn.kernels.common.checks import (
     check_layout,
     check_per_sequence,
@@ -71,8 +80,10 @@ def block_sparse_attention(
         Queries, fp32, fp16 or bf16 (fp64 on the torch backend). Non-contiguous views are supported.
     k, v : Tensor ``[B, Hkv, M, D]``
         Keys and values; query head h reads head ``h // (Hq // Hkv)``.
-    block_mask : Tensor bool ``[B | 1, Hq | Hkv | 1, ceil(N / block_size), ceil(M / key_block_size)]``
-        True selects the block. The causal and padding masks apply within it; blocks above the diagonal are not read.
+    block_mask : Tensor bool
+    ``[B | 1, Hq | Hkv | 1, ceil(N / block_size), ceil(M / key_block_size)]``
+        True selects the block. The causal and padding masks apply within it; blocks above the
+        diagonal are not read.
     block_size : int
         Queries in a block: 16, 32, 64 or 128.
     key_block_size : int, optional
@@ -82,7 +93,8 @@ def block_sparse_attention(
     scale : float, optional
         Positive factor of the scores; ``D ** -0.5`` by default.
     softcap : float, optional
-        Positive limit of the scores, which become ``softcap * tanh(score / softcap)`` before masking (Gemma 2).
+        Positive limit of the scores, which become ``softcap * tanh(score / softcap)`` before
+        masking (Gemma 2).
     kv_start : Tensor int32 ``[B]``, optional
         Length of the left padding of each sequence. Blocks are counted from its end.
     backend : {"triton", "torch"}, optional
@@ -91,7 +103,8 @@ def block_sparse_attention(
     Returns
     -------
     SparseAttention
-        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]`` (natural logarithm, fp32); 0 and -inf for rows that read no key.
+        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]`` (natural logarithm, fp32); 0 and -inf for rows
+        that read no key.
         Both are differentiable in q, k, v.
 
     Raises
@@ -105,7 +118,19 @@ def block_sparse_attention(
     check_per_sequence(q, kv_start=kv_start)
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
-    arguments = (q, k, v, block_mask, kv_start, block_size, key_block_size, causal, scale, softcap, backend)
+    arguments = (
+        q,
+        k,
+        v,
+        block_mask,
+        kv_start,
+        block_size,
+        key_block_size,
+        causal,
+        scale,
+        softcap,
+        backend,
+    )
     return SparseAttention(*_operator(*arguments))
 
 
@@ -142,7 +167,8 @@ def launch(
         _block_sparse_attention_kernel[(batch * q_heads * row_blocks,)](
             tile_view(q, rows), *views, out, lse, lists, lengths, kv_start,
             *strides, *out.stride()[:3],
-            q_heads // kv_heads, kv_heads, num_queries, num_keys, first_block, row_blocks, list_batch, list_heads, entries,
+            q_heads // kv_heads, kv_heads, num_queries, num_keys, first_block, row_blocks,
+            list_batch, list_heads, entries,
             offset, scale * LOG2_E, unscaled_limit(softcap, scale),
             HEAD=head, COLS=cols, BM=rows, BN=keys, KEYS=key_block_size,
             STRIDE_K=steps[0], STRIDE_V=steps[1], CAUSAL=causal, PRECISION=precision(q.dtype),
@@ -161,12 +187,16 @@ _operator, _backward_operator = register_attention(
 )
 
 
-# num_queries and num_keys stay specialized: Triton compiles a version for multiples of 16, which is 13 % faster.
-@triton.jit(do_not_specialize=["group", "kv_heads", "first_block", "row_blocks", "list_batch", "list_heads"])
+# num_queries and num_keys stay specialized: Triton compiles a version for multiples of 16, which is
+# 13 % faster.
+@triton.jit(
+    do_not_specialize=["group", "kv_heads", "first_block", "row_blocks", "list_batch", "list_heads"]
+)
 def _block_sparse_attention_kernel(
     q_desc, k_view, v_view, out_ptr, lse_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_kb, stride_kh, stride_vb, stride_vh, stride_ob, stride_oh, stride_on,
-    group, kv_heads, num_queries, num_keys, first_block, row_blocks, list_batch, list_heads, entries, offset, scale2, limit,
+    group, kv_heads, num_queries, num_keys, first_block, row_blocks, list_batch, list_heads,
+    entries, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEYS: tl.constexpr,
     STRIDE_K: tl.constexpr, STRIDE_V: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -176,12 +206,23 @@ def _block_sparse_attention_kernel(
     kv_head = pid // (group * row_blocks) % kv_heads
     h = kv_head * group + pid % group
     b = pid // (group * row_blocks * kv_heads)
-    first_key, first_query, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
+    first_key, first_query, keys, queries, delta = sequence_span(
+        kv_start_ptr, b, num_queries, num_keys, offset
+    )
     t0 = (first_block + r) * BM
     t = t0 + tl.arange(0, BM)
 
     list_ptr, full, all_blocks = find_list(
-        lists_ptr, lengths_ptr, b, h, r, kv_heads * group, list_batch, list_heads, row_blocks, entries
+        lists_ptr,
+        lengths_ptr,
+        b,
+        h,
+        r,
+        kv_heads * group,
+        list_batch,
+        list_heads,
+        row_blocks,
+        entries,
     )
 
     q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
@@ -190,8 +231,18 @@ def _block_sparse_attention_kernel(
     acc = tl.zeros([BM, COLS], tl.float32)
     RUN: tl.constexpr = min(KEYS, BN)  # adjacent keys of a tile
     if KEYS < BN:  # strides of keys are constants, so that an address takes one instruction
-        k_ptr = k_view + b.to(tl.int64) * stride_kb + kv_head.to(tl.int64) * stride_kh + first_key.to(tl.int64) * STRIDE_K
-        v_ptr = v_view + b.to(tl.int64) * stride_vb + kv_head.to(tl.int64) * stride_vh + first_key.to(tl.int64) * STRIDE_V
+        k_ptr = (
+            k_view
+            + b.to(tl.int64) * stride_kb
+            + kv_head.to(tl.int64) * stride_kh
+            + first_key.to(tl.int64) * STRIDE_K
+        )
+        v_ptr = (
+            v_view
+            + b.to(tl.int64) * stride_vb
+            + kv_head.to(tl.int64) * stride_vh
+            + first_key.to(tl.int64) * STRIDE_V
+        )
         runs = listed_runs(list_ptr, 0, KEYS, BN, RUN)
     for n in tl.range(0, tl.cdiv(all_blocks * KEYS, BN)):  # type: ignore[misc]
         if KEYS < BN:
@@ -204,7 +255,9 @@ def _block_sparse_attention_kernel(
         if limit is not None:
             s = cap_scores(s, limit)
         if n >= full * KEYS // BN:
-            s = mask_scores(s, t, listed_keys(list_ptr, n, all_blocks, keys, KEYS, BN, RUN), keys, delta, CAUSAL)
+            s = mask_scores(
+                s, t, listed_keys(list_ptr, n, all_blocks, keys, KEYS, BN, RUN), keys, delta, CAUSAL
+            )
         if KEYS < BN:
             v = load_rows(v_ptr + u * STRIDE_V, HEAD, COLS)  # type: ignore[unbound]
             runs = listed_runs(list_ptr, n + 1, KEYS, BN, RUN)

@@ -1,5 +1,5 @@
 """Code shared by several operations.
 
-Argument checks, Triton primitives, operator registration, split heuristics, block and bucket lists, counts for statistics.
-These modules import no operation.
+Argument checks, Triton primitives, operator registration, split heuristics, block and bucket lists,
+counts for statistics. These modules import no operation.
 """

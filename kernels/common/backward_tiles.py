@@ -2,12 +2,14 @@
 
     P = exp(S - lse)    dP = dO V^T    dS = P * (dP - rowsum(dO * O) + dlse)
 
-With a cap of the scores, S are the capped ones, and dS is multiplied by the slope of the cap (:mod:`.softcap`).
+With a cap of the scores, S are the capped ones, and dS is multiplied by the slope of the cap
+(:mod:`.softcap`).
 
-A program of the dQ kernel owns query rows. It also stores their row statistics, fp32 ``[B, Hq, 2, N]``: the LSE in base 2, and
-``row_delta = rowsum(dO * O) - dlse`` (delta in FlashAttention, less the gradient of the LSE). Queries count from the start of
-the sequence. A program of the dK/dV kernel owns keys and loads these statistics through a tensor descriptor, whose loads can be
-pipelined.
+A program of the dQ kernel owns query rows. It also stores their row statistics, fp32
+``[B, Hq, 2, N]``: the LSE in base 2, and ``row_delta = rowsum(dO * O) - dlse`` (delta in
+FlashAttention, less the gradient of the LSE). Queries count from the start of the sequence. A
+program of the dK/dV kernel owns keys and loads these statistics through a tensor descriptor, whose
+loads can be pipelined.
 """
 
 import torch
@@ -16,13 +18,16 @@ from torch import Tensor
 from msattn.kernels.common.primitives import load_lse2, load_tile, tile_view, tl, triton
 from msattn.kernels.common.softcap import cap_scores_with_slope
 
-MIN_STATS_ROWS = tl.constexpr(32)  # rows per descriptor tile: 128 bytes in fp32, the alignment that pipelined tiles need
+# rows per descriptor tile: 128 bytes in fp32, the alignment that pipelined tiles need
+MIN_STATS_ROWS = tl.constexpr(32)
 
 
 def empty_row_stats(lse: Tensor) -> Tensor:
     """Allocates row statistics, with the 16-byte strides of descriptors."""
     batch, heads, num_queries = lse.shape
-    return torch.empty((batch, heads, 2, (num_queries + 3) // 4 * 4), dtype=torch.float32, device=lse.device)
+    return torch.empty(
+        (batch, heads, 2, (num_queries + 3) // 4 * 4), dtype=torch.float32, device=lse.device
+    )
 
 
 def row_stats_view(row_stats: Tensor, num_queries: int, rows: int):
@@ -32,7 +37,8 @@ def row_stats_view(row_stats: Tensor, num_queries: int, rows: int):
 
 @triton.jit
 def load_query_rows(
-    q_desc, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, b, h, q_heads, t0, first_query, queries, num_queries,
+    q_desc, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, b, h, q_heads, t0, first_query,
+    queries, num_queries,
     stride_stats,
     BM: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -44,15 +50,18 @@ def load_query_rows(
     dout = load_tile(dout_desc, b, h, first_query + t0, BM, COLS)
     out = load_tile(out_desc, b, h, first_query + t0, BM, COLS)
     row_delta = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
-    row_delta -= tl.load(dlse_ptr + head * num_queries + first_query + t, mask=t < queries, other=0.0)
-    row_delta = tl.where(lse2 == float("inf"), 0.0, row_delta)  # the gradient of an LSE of -inf may be any number, also NaN
+    row_delta -= tl.load(
+        dlse_ptr + head * num_queries + first_query + t, mask=t < queries, other=0.0
+    )
+    # the gradient of an LSE of -inf may be any number, also NaN
+    row_delta = tl.where(lse2 == float("inf"), 0.0, row_delta)
     lse2 = tl.where(row_delta == row_delta, lse2, float("nan"))  # so that P is NaN wherever dS is
     stats_ptr += head * 2 * stride_stats + t
     tl.store(stats_ptr, lse2, mask=t < num_queries)
     tl.store(stats_ptr + stride_stats, row_delta, mask=t < num_queries)
     if COLS * q.dtype.primitive_bitwidth <= 2048:
-        # The compiler keeps a computed (not loaded) first operand that two loops use in registers. That saves shared memory
-        # traffic, and leaves shared memory to prefetch further ahead.
+        # The compiler keeps a computed (not loaded) first operand that two loops use in registers.
+        # That saves shared memory traffic, and leaves shared memory to prefetch further ahead.
         exists = (t < queries)[:, None]
         q, dout = tl.where(exists, q, 0.0), tl.where(exists, dout, 0.0)
     return q, dout, lse2, row_delta
@@ -73,14 +82,15 @@ def dq_step(dq, s, slope, dout, k, v, lse2, row_delta, scale2, PRECISION: tl.con
 
 @triton.jit
 def dkv_step(
-    dk, dv, k, v, bias, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2, limit,
+    dk, dv, k, v, bias, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2,
+    limit,
     BM: tl.constexpr, COLS: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Accumulates the contribution of BM queries to dK and dV of a key tile.
 
-    The queries are those of head h from t0 on. ``limit``, if any, caps the unscaled scores, to which ``bias [BN]``, if any, is
-    added; -inf hides a key, also from rows that are NaN. Scores are computed transposed, [BN, BM], so that P^T and dS^T enter
-    their products from registers.
+    The queries are those of head h from t0 on. ``limit``, if any, caps the unscaled scores, to
+    which ``bias [BN]``, if any, is added; -inf hides a key, also from rows that are NaN. Scores are
+    computed transposed, [BN, BM], so that P^T and dS^T enter their products from registers.
     """
     q = load_tile(q_desc, b, h, first_query + t0, BM, COLS)
     dout = load_tile(dout_desc, b, h, first_query + t0, BM, COLS)

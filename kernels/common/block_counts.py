@@ -10,10 +10,12 @@ CHUNK = 8192  # elements of a program
 
 
 def add_share_left_out(total: Tensor, selected: Tensor, visible: Tensor, copies: int) -> None:
-    """Adds the share of the visible blocks that is not read to ``total``, an fp64 scalar, on the device.
+    """Adds the share of the visible blocks that is not read to ``total``, an fp64 scalar, on the
+    device.
 
-    ``selected`` is bool, or uint8 zooms (0, 1, 2, 4, 8): a block at zoom z counts as 1 / z of a block; 0 is not read. It holds
-    ``copies`` (e.g. heads) times the ``visible`` blocks, an integer scalar.
+    ``selected`` is bool, or uint8 zooms (0, 1, 2, 4, 8): a block at zoom z counts as 1 / z of a
+    block; 0 is not read. It holds ``copies`` (e.g. heads) times the ``visible`` blocks, an integer
+    scalar.
     """
     if selected.is_cuda:
         with torch.cuda.device_of(selected):
@@ -27,7 +29,9 @@ def add_share_left_out(total: Tensor, selected: Tensor, visible: Tensor, copies:
 
 
 def launch(total: Tensor, selected: Tensor, visible: Tensor, copies: int) -> None:
-    """Launches a kernel that counts blocks in chunks, and one that adds the share; counts are integers, so all is exact."""
+    """Launches a kernel that counts blocks in chunks, and one that adds the share; counts are
+    integers, so all is exact.
+    """
     parts = triton.cdiv(selected.numel(), CHUNK)
     sums = torch.empty(parts, dtype=torch.int32, device=selected.device)
     selected = selected.contiguous().view(torch.uint8)
@@ -40,7 +44,9 @@ def _blocks_read_kernel(selected_ptr, sums_ptr, total, CHUNK: tl.constexpr):
     first = tl.program_id(0).to(tl.int64) * CHUNK
     i = tl.arange(0, CHUNK)
     zoom = tl.load(selected_ptr + first + i, mask=i < total - first, other=0)
-    part = tl.where(zoom == 1, 8, tl.where(zoom == 2, 4, tl.where(zoom == 4, 2, tl.where(zoom == 8, 1, 0))))
+    part = tl.where(
+        zoom == 1, 8, tl.where(zoom == 2, 4, tl.where(zoom == 4, 2, tl.where(zoom == 8, 1, 0)))
+    )
     tl.store(sums_ptr + tl.program_id(0), tl.sum(part, 0))
 
 

@@ -1,18 +1,22 @@
 """Compacts a block mask into lists of blocks, on the device.
 
-The lists hold the column blocks of each row block, or the row blocks of each column block, so that the cost of a kernel is
-proportional to the blocks that it reads. Reading the lengths on the host would synchronize with the device; each list therefore
-has room for all the blocks that it may hold.
+The lists hold the column blocks of each row block, or the row blocks of each column block, so that
+the cost of a kernel is proportional to the blocks that it reads. Reading the lengths on the host
+would synchronize with the device; each list therefore has room for all the blocks that it may hold.
 
-Layouts, for a mask ``[B or 1, Hm, Tr, Tc]``. "Full" blocks need no mask (as in FlexAttention), the others are partial.
+Layouts, for a mask ``[B or 1, Hm, Tr, Tc]``. "Full" blocks need no mask (as in FlexAttention), the
+others are partial.
 
-- By row block: column blocks ``[B or 1, Hm, Tr, entries]`` in ascending order, full ones first, because partial ones lie on the
-  diagonal or at the end of the keys. Lengths ``[B or 1, Hm, Tr, 2]``: full blocks, all blocks.
-- By column block, one list for a key/value head: entries ``row block * group + query head in the group``,
-  ``[B or 1, Hkv, Tc, entries]``, in ascending order, full ones last. Lengths ``[B or 1, Hkv, Tc, 2]``.
+- By row block: column blocks ``[B or 1, Hm, Tr, entries]`` in ascending order, full ones first,
+  because partial ones lie on the diagonal or at the end of the keys. Lengths
+  ``[B or 1, Hm, Tr, 2]``: full blocks, all blocks.
+- By column block, one list for a key/value head: entries
+  ``row block * group + query head in the group``, ``[B or 1, Hkv, Tc, entries]``, in ascending
+  order, full ones last. Lengths ``[B or 1, Hkv, Tc, 2]``.
 
-A list is followed by PAD copies of its last entry (of 0, if it is empty), so that whole tiles of blocks, and the tile after the
-last one, are loaded without a mask. It begins at a multiple of PAD entries, so that these loads are wide.
+A list is followed by PAD copies of its last entry (of 0, if it is empty), so that whole tiles of
+blocks, and the tile after the last one, are loaded without a mask. It begins at a multiple of PAD
+entries, so that these loads are wide.
 """
 
 from collections.abc import Iterator
@@ -28,16 +32,25 @@ PART_BYTES = 2**30  # of the lists of some row blocks
 PAD = tl.constexpr(16)  # twice the blocks of the largest tile
 
 
-def compact_parts(block_mask: Tensor, kv_start: Tensor | None, *others: Any) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yields the first row block, lists and lengths of parts of the row blocks, the last part first.
+def compact_parts(
+    block_mask: Tensor, kv_start: Tensor | None, *others: Any
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yields the first row block, lists and lengths of parts of the row blocks, the last part
+    first.
 
-    ``others`` are those of :func:`compact_rows`. Long prompts have several parts, as the lists have room for all blocks.
+    ``others`` are those of :func:`compact_rows`. Long prompts have several parts, as the lists have
+    room for all blocks.
     """
     batch, heads, row_blocks, col_blocks = block_mask.shape
     lists = (batch if kv_start is None else len(kv_start)) * heads
     rows = max(1, PART_BYTES // (lists * col_blocks * _dtype(col_blocks).itemsize))
     for first in reversed(range(0, row_blocks, rows)):
-        yield first, *compact_rows(block_mask[:, :, first : first + rows], kv_start, *others, first_block=first)
+        yield (
+            first,
+            *compact_rows(
+                block_mask[:, :, first : first + rows], kv_start, *others, first_block=first
+            ),
+        )
 
 
 def compact_rows(
@@ -53,8 +66,8 @@ def compact_rows(
 ) -> tuple[Tensor, Tensor]:
     """Returns lists and lengths of the column blocks that each row block reads.
 
-    These are the True blocks up to the causal limit. The module docstring gives the layouts. The mask begins at row block
-    ``first_block``.
+    These are the True blocks up to the causal limit. The module docstring gives the layouts. The
+    mask begins at row block ``first_block``.
     """
     return _compact(
         block_mask[:, :, None], kv_start, num_queries, num_keys, offset, first_block=first_block,
@@ -71,9 +84,11 @@ def compact_packed_rows(
     block_size: int,
     key_block_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the lists of :func:`compact_rows` for packed causal sequences, whose lengths are on the device.
+    """Returns the lists of :func:`compact_rows` for packed causal sequences, whose lengths are on
+    the device.
 
-    ``num_queries`` and ``num_keys`` are those that there is room for, see :func:`.paged_tiles.packed_span`.
+    ``num_queries`` and ``num_keys`` are those that there is room for, see
+    :func:`.paged_tiles.packed_span`.
     """
     return _compact(
         block_mask[:, :, None], None, num_queries, num_keys, 0, cu_queries, kv_len,
@@ -120,17 +135,21 @@ def _compact(
 
     Sequences are padded, with ``kv_start``, or packed, with ``cu_queries`` and ``kv_len``.
     """
-    if kv_start is not None:  # sequences may share a mask, but their causal limits differ by padding
+    # sequences may share a mask, but their causal limits differ by padding
+    if kv_start is not None:
         mask = mask.expand(kv_start.shape[0], -1, -1, -1, -1)
     batch, heads, group, blocks, candidates = mask.shape
     entries = triton.cdiv(candidates * group, PAD.value) * PAD.value + PAD.value
-    lists = torch.empty((batch, heads, blocks, entries), dtype=_dtype(candidates * group), device=mask.device)
+    lists = torch.empty(
+        (batch, heads, blocks, entries), dtype=_dtype(candidates * group), device=mask.device
+    )
     lengths = torch.empty((batch, heads, blocks, 2), dtype=torch.int32, device=mask.device)
     _compact_kernel[(blocks, heads, batch)](
         mask.view(torch.uint8), lists, lengths, kv_start, cu_queries, kv_len,
         *mask.stride(),
         num_queries, num_keys, entries, offset, first_block,
-        GROUP=group, CHUNK=min(1024, triton.next_power_of_2(candidates * group)), **constants, num_warps=1,
+        GROUP=group, CHUNK=min(1024, triton.next_power_of_2(candidates * group)), **constants,
+        num_warps=1,
     )  # fmt: skip
     return lists, lengths
 
@@ -145,7 +164,8 @@ def _compact_kernel(
     mask_ptr, lists_ptr, lengths_ptr, kv_start_ptr, cu_queries_ptr, kv_len_ptr,
     stride_b, stride_h, stride_group, stride_block, stride_candidate,
     num_queries, num_keys, entries, offset, first_block,
-    GROUP: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
     BY_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """One program compacts one row block (column block) of the mask."""
@@ -156,12 +176,18 @@ def _compact_kernel(
         _, _, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     first_token = (first_block + block) * (KEYS if BY_COLUMN else ROWS)
     if BY_COLUMN:
-        begin, end, full_begin, full_end = _visible_row_blocks(first_token, keys, queries, delta, ROWS, KEYS, CAUSAL)
+        begin, end, full_begin, full_end = _visible_row_blocks(
+            first_token, keys, queries, delta, ROWS, KEYS, CAUSAL
+        )
     else:
-        begin, end, full_begin, full_end = visible_column_blocks(first_token, keys, queries, delta, ROWS, KEYS, CAUSAL)
+        begin, end, full_begin, full_end = visible_column_blocks(
+            first_token, keys, queries, delta, ROWS, KEYS, CAUSAL
+        )
 
     row = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + block
-    mask_ptr += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + block.to(tl.int64) * stride_block
+    mask_ptr += (
+        b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + block.to(tl.int64) * stride_block
+    )
     found = tl.zeros((), tl.int32)
     found_full = tl.zeros((), tl.int32)
     last = tl.zeros((), tl.int32)
@@ -169,7 +195,11 @@ def _compact_kernel(
     for first in tl.range(begin * GROUP, end * GROUP, CHUNK):  # type: ignore[misc]
         entry = first + tl.arange(0, CHUNK)
         candidate = entry // GROUP
-        on_ptrs = mask_ptr + candidate.to(tl.int64) * stride_candidate + (entry % GROUP).to(tl.int64) * stride_group
+        on_ptrs = (
+            mask_ptr
+            + candidate.to(tl.int64) * stride_candidate
+            + (entry % GROUP).to(tl.int64) * stride_group
+        )
         on = tl.load(on_ptrs, mask=candidate < end, other=0).to(tl.int32)
         place = found + tl.cumsum(on, 0) - on
         tl.store(lists_ptr + place, entry.to(lists_ptr.dtype.element_ty), mask=on != 0)
@@ -182,8 +212,11 @@ def _compact_kernel(
 
 
 @triton.jit
-def visible_column_blocks(t0, keys, queries, delta, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
-    """Returns the range of column blocks, of KEYS keys each, that the row block of ROWS queries at t0 sees.
+def visible_column_blocks(
+    t0, keys, queries, delta, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Returns the range of column blocks, of KEYS keys each, that the row block of ROWS queries at
+    t0 sees.
 
     It is ``[begin, end)``, followed by the range of those that all its queries see in full.
     """
@@ -195,11 +228,15 @@ def visible_column_blocks(t0, keys, queries, delta, ROWS: tl.constexpr, KEYS: tl
 
 
 @triton.jit
-def _visible_row_blocks(u0, keys, queries, delta, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr):
-    """Returns the range of row blocks, of ROWS queries each, that see the column block of KEYS keys at u0.
+def _visible_row_blocks(
+    u0, keys, queries, delta, ROWS: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Returns the range of row blocks, of ROWS queries each, that see the column block of KEYS keys
+    at u0.
 
-    It is ``[begin, end)``, followed by the range of those that see all of its keys. Keys and queries past the end of a sequence
-    count as seen: the gradients of such keys are not stored, and such queries are loaded as 0.
+    It is ``[begin, end)``, followed by the range of those that see all of its keys. Keys and
+    queries past the end of a sequence count as seen: the gradients of such keys are not stored, and
+    such queries are loaded as 0.
     """
     begin, full_begin = 0, 0
     end = tl.cdiv(queries, ROWS)
@@ -211,15 +248,19 @@ def _visible_row_blocks(u0, keys, queries, delta, ROWS: tl.constexpr, KEYS: tl.c
 
 @triton.jit
 def listed_runs(list_ptr, n, KEYS: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr):
-    """Returns the first key of each run of tile n of a list, ``[BN // RUN]``; None lists all blocks.
+    """Returns the first key of each run of tile n of a list, ``[BN // RUN]``; None lists all
+    blocks.
 
-    The list has blocks of KEYS keys. A tile of BN keys is a part of a block or several blocks; a run of RUN adjacent keys is a
-    part of both. After the last block, the last tile repeats it, so that nothing else is loaded.
+    The list has blocks of KEYS keys. A tile of BN keys is a part of a block or several blocks; a
+    run of RUN adjacent keys is a part of both. After the last block, the last tile repeats it, so
+    that nothing else is loaded.
     """
     place = n * BN + tl.arange(0, BN // RUN) * RUN
     if list_ptr is not None:
         if RUN == KEYS:
-            place = tl.load(list_ptr + n * (BN // RUN) + tl.arange(0, BN // RUN)).to(tl.int32) * KEYS
+            place = (
+                tl.load(list_ptr + n * (BN // RUN) + tl.arange(0, BN // RUN)).to(tl.int32) * KEYS
+            )
         else:
             place = tl.load(list_ptr + place // KEYS).to(tl.int32) * KEYS + place % KEYS
     return place
@@ -238,17 +279,30 @@ def run_keys(runs, RUN: tl.constexpr):
 
 
 @triton.jit
-def listed_keys(list_ptr, n, entries, keys, KEYS: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr):
-    """Returns the keys of tile n of a list, ``[BN]``; after the last block, they are past the end of the ``keys``."""
+def listed_keys(
+    list_ptr, n, entries, keys, KEYS: tl.constexpr, BN: tl.constexpr, RUN: tl.constexpr
+):
+    """Returns the keys of tile n of a list, ``[BN]``; after the last block, they are past the end
+    of the ``keys``.
+    """
     u = run_keys(listed_runs(list_ptr, n, KEYS, BN, RUN), RUN)
     return tl.where(n * BN + tl.arange(0, BN) < entries * KEYS, u, keys)
 
 
 @triton.jit
-def find_list(lists_ptr, lengths_ptr, b, h, block, heads, list_batch, list_heads, num_blocks, entries):
-    """Returns the list of a block for head h (of ``heads``) of sequence b, of lists with room for ``entries``.
+def find_list(
+    lists_ptr, lengths_ptr, b, h, block, heads, list_batch, list_heads, num_blocks, entries
+):
+    """Returns the list of a block for head h (of ``heads``) of sequence b, of lists with room for
+    ``entries``.
 
     The result is a pointer, the number of full blocks and the number of blocks.
     """
-    row = ((b % list_batch).to(tl.int64) * list_heads + h * list_heads // heads) * num_blocks + block
-    return lists_ptr + row * entries, tl.load(lengths_ptr + row * 2), tl.load(lengths_ptr + row * 2 + 1)
+    row = (
+        (b % list_batch).to(tl.int64) * list_heads + h * list_heads // heads
+    ) * num_blocks + block
+    return (
+        lists_ptr + row * entries,
+        tl.load(lengths_ptr + row * 2),
+        tl.load(lengths_ptr + row * 2 + 1),
+    )

@@ -1,7 +1,8 @@
 """Attention masses of a few queries in blocks of keys.
 
-A program multiplies the queries of a head with a tile of keys and stores the exponentials summed by block, their sum, and the
-maximum that they are relative to. The softmax over all keys then multiplies the sums of each tile by one factor per query.
+A program multiplies the queries of a head with a tile of keys and stores the exponentials summed by
+block, their sum, and the maximum that they are relative to. The softmax over all keys then
+multiplies the sums of each tile by one factor per query.
 """
 
 import torch
@@ -14,11 +15,19 @@ TILE = 128  # keys of a program
 CHANNELS = 64  # channels of a product
 
 
-def launch(q: Tensor, k: Tensor, kv_start: Tensor | None, block_size: int, scale: float, softcap: float | None) -> Tensor:
-    """Returns the masses of the last queries, fp32 ``[B, Hq, n, ceil(M / block)]``; 0 for queries of padding.
+def launch(
+    q: Tensor,
+    k: Tensor,
+    kv_start: Tensor | None,
+    block_size: int,
+    scale: float,
+    softcap: float | None,
+) -> Tensor:
+    """Returns the masses of the last queries, fp32 ``[B, Hq, n, ceil(M / block)]``; 0 for queries
+    of padding.
 
-    ``q [B, Hq, n, D]`` are the last of ``k [B, Hkv, M, D]``; each sees no later key. Blocks are counted from the end of the
-    padding ``kv_start``, int32 ``[B]``.
+    ``q [B, Hq, n, D]`` are the last of ``k [B, Hkv, M, D]``; each sees no later key. Blocks are
+    counted from the end of the padding ``kv_start``, int32 ``[B]``.
     """
     (batch, q_heads, queries, head), (kv_heads, keys) = q.shape, k.shape[1:3]
     tiles = triton.cdiv(keys, TILE)
@@ -30,7 +39,8 @@ def launch(q: Tensor, k: Tensor, kv_start: Tensor | None, block_size: int, scale
         HEAD=head, ROWS=max(16, triton.next_power_of_2(queries)), TILE=TILE, BLOCK=block_size,
         CHANNELS=min(CHANNELS, padded_head(head)), PRECISION=precision(q.dtype), num_warps=4,
     )  # fmt: skip
-    largest = maxima.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)  # -inf - -inf is NaN
+    # -inf - -inf is NaN
+    largest = maxima.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).min)
     factors = (maxima - largest).exp2_()
     factors /= (factors * totals).sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     return sums.mul_(factors[..., None]).flatten(3)[..., : triton.cdiv(keys, block_size)]
@@ -41,7 +51,8 @@ def _block_masses_kernel(
     q_ptr, k_ptr, sums_ptr, maxima_ptr, totals_ptr, kv_start_ptr,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
     group, queries, keys, scale2, limit,
-    HEAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
+    HEAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -55,8 +66,16 @@ def _block_masses_kernel(
     s = tl.zeros([ROWS, TILE], tl.float32)
     for start in tl.static_range(0, HEAD, CHANNELS):
         inside = start + d < HEAD
-        q = tl.load(q_ptr + (start + d)[None, :] * stride_qd, mask=(i < queries)[:, None] & inside[None, :], other=0.0)
-        k = tl.load(k_ptr + (start + d)[:, None] * stride_kd, mask=(first + u < keys)[None, :] & inside[:, None], other=0.0)
+        q = tl.load(
+            q_ptr + (start + d)[None, :] * stride_qd,
+            mask=(i < queries)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        k = tl.load(
+            k_ptr + (start + d)[:, None] * stride_kd,
+            mask=(first + u < keys)[None, :] & inside[:, None],
+            other=0.0,
+        )
         s = tl.dot(q, k, s, input_precision=PRECISION)
     if limit is not None:
         s = cap_scores(s, limit)
@@ -71,4 +90,6 @@ def _block_masses_kernel(
     tl.store(totals_ptr + place, tl.sum(p, 1), mask=i < queries)
     blocks = tl.sum(tl.reshape(p, [ROWS, TILE // BLOCK, BLOCK]), 2)
     block = tl.arange(0, TILE // BLOCK)[None, :]
-    tl.store(sums_ptr + place[:, None] * (TILE // BLOCK) + block, blocks, mask=(i < queries)[:, None])
+    tl.store(
+        sums_ptr + place[:, None] * (TILE // BLOCK) + block, blocks, mask=(i < queries)[:, None]
+    )

@@ -1,7 +1,7 @@
 """Kernel for block pooling, used by ``pool_blocks`` and ``gate_scores``.
 
-A program owns one block of one head and reads it once for all poolings. Programs of adjacent heads have adjacent numbers,
-because their rows are adjacent in the output of a projection.
+A program owns one block of one head and reads it once for all poolings. Programs of adjacent heads
+have adjacent numbers, because their rows are adjacent in the output of a projection.
 """
 
 from torch import Tensor
@@ -14,27 +14,48 @@ TILE = 8192  # elements that a program processes at once
 
 
 def empty_result(
-    x: Tensor, poolings: str, block_size: int, start: Tensor | None, rotated: Tensor | None, *others: object, single: int = 0
+    x: Tensor,
+    poolings: str,
+    block_size: int,
+    start: Tensor | None,
+    rotated: Tensor | None,
+    *others: object,
+    single: int = 0,
 ) -> Tensor:
     """Allocates the result ``[B, H, T + single, poolings * D]``."""
     batch, heads, tokens, head = x.shape
     size = (len(poolings.split(",")) + (rotated is not None)) * head
-    return x.new_empty((batch, heads, (tokens + block_size - 1) // block_size + single, size), dtype=statistics_dtype(x))
+    return x.new_empty(
+        (batch, heads, (tokens + block_size - 1) // block_size + single, size),
+        dtype=statistics_dtype(x),
+    )
 
 
-def launch(x: Tensor, poolings: str, block_size: int, start: Tensor | None, rotated: Tensor | None, single: int = 0) -> Tensor:
-    """Launches the kernel for ``poolings`` such as "avg,max", as an operator has no lists of strings.
+def launch(
+    x: Tensor,
+    poolings: str,
+    block_size: int,
+    start: Tensor | None,
+    rotated: Tensor | None,
+    single: int = 0,
+) -> Tensor:
+    """Launches the kernel for ``poolings`` such as "avg,max", as an operator has no lists of
+    strings.
 
     After the blocks follow the last ``single`` tokens, each pooled by itself.
     """
     batch, heads, tokens, head = x.shape
-    pooled, names = empty_result(x, poolings, block_size, start, rotated, single=single), poolings.split(",")
+    pooled, names = (
+        empty_result(x, poolings, block_size, start, rotated, single=single),
+        poolings.split(","),
+    )
     blocks, cols = pooled.shape[2], padded_head(head)
     place = {name.upper(): names.index(name) if name in names else None for name in POOLINGS}
     _pool_blocks_kernel[(heads * blocks * batch,)](
         x, rotated, pooled, start, *x.stride(), *(x if rotated is None else rotated).stride(),
         0 if start is None or len(start) == 1 else 1, heads, blocks, tokens, single,
-        HEAD=head, COLS=cols, BLOCK=block_size, ROWS=min(block_size, TILE // cols), NUM_POOLINGS=len(names), **place,
+        HEAD=head, COLS=cols, BLOCK=block_size, ROWS=min(block_size, TILE // cols),
+        NUM_POOLINGS=len(names), **place,
         num_warps=2,
     )  # fmt: skip
     return pooled
@@ -43,9 +64,11 @@ def launch(x: Tensor, poolings: str, block_size: int, start: Tensor | None, rota
 @triton.jit(do_not_specialize=["stride_start", "heads", "blocks", "tokens", "single"])
 def _pool_blocks_kernel(
     x_ptr, rotated_ptr, pooled_ptr, start_ptr,
-    stride_b, stride_h, stride_n, stride_d, stride_rb, stride_rh, stride_rn, stride_rd, stride_start,
+    stride_b, stride_h, stride_n, stride_d, stride_rb, stride_rh, stride_rn, stride_rd,
+    stride_start,
     heads, blocks, tokens, single,
-    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, NUM_POOLINGS: tl.constexpr,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    NUM_POOLINGS: tl.constexpr,
     AVG: tl.constexpr, MAX: tl.constexpr, MIN: tl.constexpr,
 ):  # fmt: skip
     """Pools a block. ``AVG``, ``MAX``, ``MIN``: index among the poolings, or None."""
@@ -73,11 +96,14 @@ def _pool_blocks_kernel(
             smallest = tl.minimum(smallest, tl.min(x, 0))
 
     count = end - first
-    is_number = (count > 0) & (total == total)  # maxima and minima ignore NaN; without tokens, the total is 0
+    # maxima and minima ignore NaN; without tokens, the total is 0
+    is_number = (count > 0) & (total == total)
     WIDTH: tl.constexpr = (NUM_POOLINGS + (rotated_ptr is not None)) * HEAD
     pooled_ptr += ((b.to(tl.int64) * heads + h) * blocks + t) * WIDTH + d
     if AVG is not None:
-        tl.store(pooled_ptr + AVG * HEAD, total / tl.maximum(count, 1).to(tl.float32), mask=d < HEAD)
+        tl.store(
+            pooled_ptr + AVG * HEAD, total / tl.maximum(count, 1).to(tl.float32), mask=d < HEAD
+        )
     if MAX is not None:
         tl.store(pooled_ptr + MAX * HEAD, tl.where(is_number, largest, total), mask=d < HEAD)
     if MIN is not None:
@@ -88,12 +114,20 @@ def _pool_blocks_kernel(
         for row in tl.static_range(0, BLOCK, ROWS):
             i, x = _load_rows(rotated_ptr, first + row, end, d, stride_rn, HEAD, ROWS)
             total += tl.sum(tl.where((i < end)[:, None], x, 0.0), 0)
-        tl.store(pooled_ptr + NUM_POOLINGS * HEAD, total / tl.maximum(count, 1).to(tl.float32), mask=d < HEAD)
+        tl.store(
+            pooled_ptr + NUM_POOLINGS * HEAD,
+            total / tl.maximum(count, 1).to(tl.float32),
+            mask=d < HEAD,
+        )
 
 
 @triton.jit
 def _load_rows(x_ptr, first, end, d, stride_n, HEAD: tl.constexpr, ROWS: tl.constexpr):
-    """Returns ROWS positions and their rows in fp32; the last row before ``end`` is repeated past it."""
+    """Returns ROWS positions and their rows in fp32; the last row before ``end`` is repeated past
+    it.
+    """
     i = first + tl.arange(0, ROWS)
     last = tl.minimum(i, end - 1).to(tl.int64)
-    return i, tl.load(x_ptr[None, :] + last[:, None] * stride_n, mask=(d < HEAD)[None, :], other=0.0).to(tl.float32)
+    return i, tl.load(
+        x_ptr[None, :] + last[:, None] * stride_n, mask=(d < HEAD)[None, :], other=0.0
+    ).to(tl.float32)

@@ -1,11 +1,12 @@
 """Argument checks of all operations, and shape arithmetic that they share with the references.
 
-Checks read metadata only (shapes, dtypes, devices, strides), so that they never wait for a device. Values that tensors hold
-(``kv_start``, zoom levels, probes) are checked only by the references, where reading them is free. Every check raises
-ValueError with the name of the argument, its value and what is expected. Checks that a family of operations shares are in
+Checks read metadata only (shapes, dtypes, devices, strides), so that they never wait for a device.
+Values that tensors hold (``kv_start``, zoom levels, probes) are checked only by the references,
+where reading them is free. Every check raises ValueError with the name of the argument, its value
+and what is expected. Checks that a family of operations shares are in
 :mod:`~msattn.kernels.common.block_checks`, :mod:`~msattn.kernels.common.bucket_checks`,
-:mod:`~msattn.kernels.common.paged_checks` and :mod:`~msattn.kernels.common.mta_checks`; those of a single operation stand in
-its public function.
+:mod:`~msattn.kernels.common.paged_checks` and :mod:`~msattn.kernels.common.mta_checks`; those of a
+single operation stand in its public function.
 """
 
 import math
@@ -24,10 +25,12 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 def resolve_backend(backend: Backend | None, q: Tensor, name: str = "q") -> Backend:
-    """Returns the backend for ``q``, an argument called ``name``: the given one, else Triton on CUDA, torch on CPU.
+    """Returns the backend for ``q``, an argument called ``name``: the given one, else Triton on
+    CUDA, torch on CPU.
 
-    Refuses Triton where it is not installed, for fp64, for a tensor on the CPU without the interpreter, and for bf16 with it,
-    since the interpreter multiplies the bits of bf16 numbers as integers.
+    Refuses Triton where it is not installed, for fp64, for a tensor on the CPU without the
+    interpreter, and for bf16 with it, since the interpreter multiplies the bits of bf16 numbers as
+    integers.
     """
     if backend not in (None, "triton", "torch"):
         raise ValueError(f"backend={backend!r}: expected 'triton', 'torch' or None")
@@ -41,10 +44,13 @@ def resolve_backend(backend: Backend | None, q: Tensor, name: str = "q") -> Back
                 "or TRITON_INTERPRET=1 set before the process starts"
             )
         if q.is_floating_point() and q.dtype not in FLOATS:
-            raise ValueError(f"{name}.dtype={q.dtype}: the Triton kernels accept float32, float16 and bfloat16")
+            raise ValueError(
+                f"{name}.dtype={q.dtype}: the Triton kernels accept float32, float16 and bfloat16"
+            )
         if not q.is_cuda and q.dtype == torch.bfloat16:
             raise ValueError(
-                f"{name}.dtype={q.dtype}: Triton's interpreter computes it wrongly, use float32, float16 or backend='torch'"
+                f"{name}.dtype={q.dtype}: Triton's interpreter computes it wrongly, use float32, "
+                f"float16 or backend='torch'"
             )
     return chosen
 
@@ -64,7 +70,8 @@ def resolve_scale(scale: float | None, head_size: int) -> float:
 def resolve_softcap(softcap: float | None) -> float | None:
     """Returns the limit of soft-capped scores as a float, or None for scores without one.
 
-    It is kept from 1e-20 to 1e20, where a cap makes fp32 scores equal or leaves them as they are, so that nothing overflows.
+    It is kept from 1e-20 to 1e20, where a cap makes fp32 scores equal or leaves them as they are,
+    so that nothing overflows.
     """
     if softcap is None:
         return None
@@ -78,7 +85,10 @@ def check_sinks(sinks: Tensor | None, heads: int, x: Tensor) -> None:
     if sinks is None:
         return
     if not sinks.is_floating_point() or tuple(sinks.shape) != (heads,):
-        raise ValueError(f"sinks is {sinks.dtype} {tuple(sinks.shape)}: expected floating point ({heads},), one per query head")
+        raise ValueError(
+            f"sinks is {sinks.dtype} {tuple(sinks.shape)}: expected floating point ({heads},), "
+            f"one per query head"
+        )
     check_device("sinks", sinks, "q", x)
 
 
@@ -90,14 +100,17 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
 def query_offset(num_queries: int, num_keys: int, causal: bool) -> int:
     """Returns the position of query 0 among the keys.
 
-    Causal attention is bottom-right aligned: with more queries than keys, the first queries are at negative positions and see
-    no key. Without causality all queries see all keys, and positions only tell which queries are padding.
+    Causal attention is bottom-right aligned: with more queries than keys, the first queries are at
+    negative positions and see no key. Without causality all queries see all keys, and positions
+    only tell which queries are padding.
     """
     offset = num_keys - num_queries
     return offset if causal else max(offset, 0)
 
 
-def first_query(num_queries: int, num_keys: int, kv_start: Tensor | None, device: torch.device) -> Tensor | None:
+def first_query(
+    num_queries: int, num_keys: int, kv_start: Tensor | None, device: torch.device
+) -> Tensor | None:
     """Returns the first causal query that sees a key, int64 ``[B | 1]``.
 
     None means query 0 in every sequence.
@@ -113,14 +126,21 @@ def has_aligned_rows(x: Tensor) -> bool:
 
     Reads addresses, which a traced tensor does not have: call it inside a custom operator only.
     """
-    row_strides = [stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1]
-    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in row_strides)
+    row_strides = [
+        stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1
+    ]
+    return (
+        x.stride(-1) == 1
+        and x.data_ptr() % 16 == 0
+        and all(stride * x.element_size() % 16 == 0 for stride in row_strides)
+    )
 
 
 def aligned_gradient(dout: Tensor) -> Tensor:
     """Returns a gradient that tensor descriptors can read, copied if necessary.
 
-    Autograd may pass an expanded scalar, a transposed tensor, or one that is not aligned to 16 bytes.
+    Autograd may pass an expanded scalar, a transposed tensor, or one that is not aligned to 16
+    bytes.
     """
     if has_aligned_rows(dout) and 0 not in dout.stride():
         return dout
@@ -132,7 +152,8 @@ def check_layout(**tensors: Tensor) -> None:
     for name, x in tensors.items():
         if not has_aligned_rows(x):
             raise ValueError(
-                f"{name}.stride()={x.stride()}, {name}.data_ptr()={x.data_ptr()}: expected contiguous rows aligned to 16 bytes"
+                f"{name}.stride()={x.stride()}, {name}.data_ptr()={x.data_ptr()}: expected "
+                f"contiguous rows aligned to 16 bytes"
             )
 
 
@@ -140,12 +161,16 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Checks ``q [B, Hq, N, D]`` against ``k, v [B, Hkv, M, D]``."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
-            raise ValueError(f"{name}.shape={tuple(x.shape)}: expected 4 dimensions [batch, heads, tokens, head size]")
+            raise ValueError(
+                f"{name}.shape={tuple(x.shape)}: expected 4 dimensions [batch, heads, tokens, "
+                f"head size]"
+            )
         if min(x.shape) < 1:
             raise ValueError(f"{name}.shape={tuple(x.shape)}: expected every size to be at least 1")
         if x.dtype != q.dtype or x.dtype not in (*FLOATS, torch.float64):
             raise ValueError(
-                f"{name}.dtype={x.dtype}, q.dtype={q.dtype}: expected one dtype of float32, float16, bfloat16 and float64"
+                f"{name}.dtype={x.dtype}, q.dtype={q.dtype}: expected one dtype of float32, "
+                f"float16, bfloat16 and float64"
             )
         check_device(name, x, "q", q)
     if k.shape != v.shape:
@@ -155,14 +180,19 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"k.shape={tuple(k.shape)}: expected q's head size, {q.shape[3]}")
     if q.shape[1] % k.shape[1]:
-        raise ValueError(f"q has {q.shape[1]} heads, k has {k.shape[1]}: expected q's to be a multiple of k's")
+        raise ValueError(
+            f"q has {q.shape[1]} heads, k has {k.shape[1]}: expected q's to be a multiple of k's"
+        )
     _check_head_size(q)
 
 
 def check_tokens(name: str, x: Tensor) -> None:
     """Checks that ``x`` is a floating ``[B, H, T, D]`` with a supported head size."""
     if x.dim() != 4 or min(x.shape) < 1:
-        raise ValueError(f"{name}.shape={tuple(x.shape)}: expected [batch, heads, tokens, head size], each at least 1")
+        raise ValueError(
+            f"{name}.shape={tuple(x.shape)}: expected [batch, heads, tokens, head size], each at "
+            f"least 1"
+        )
     if x.dtype not in (*FLOATS, torch.float64):
         raise ValueError(f"{name}.dtype={x.dtype}: expected float32, float16, bfloat16 or float64")
     _check_head_size(x)
@@ -184,23 +214,38 @@ def check_splits(splits: int | None) -> None:
 def check_no_gradient(name: str, *tensors: Tensor) -> None:
     """Raises NotImplementedError if a gradient of the function called ``name`` would be needed."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise NotImplementedError(f"{name} is for inference and has no gradient: detach its inputs, or use torch.no_grad()")
+        raise NotImplementedError(
+            f"{name} is for inference and has no gradient: detach its inputs, or use "
+            f"torch.no_grad()"
+        )
 
 
 def check_tensor(
-    name: str, x: Tensor, dtype: torch.dtype, shape: Sequence[int], other_name: str, other: Tensor, meaning: str = ""
+    name: str,
+    x: Tensor,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    other_name: str,
+    other: Tensor,
+    meaning: str = "",
 ) -> None:
-    """Checks dtype, shape and device of ``x``, the device being that of ``other``; ``meaning`` explains the shape."""
+    """Checks dtype, shape and device of ``x``, the device being that of ``other``; ``meaning``
+    explains the shape.
+    """
     if x.dtype != dtype or tuple(x.shape) != tuple(shape):
         expected = f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
-        raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {expected}{meaning and f', {meaning}'}")
+        raise ValueError(
+            f"{name} is {x.dtype} {tuple(x.shape)}: expected {expected}{meaning and f', {meaning}'}"
+        )
     check_device(name, x, other_name, other)
 
 
 def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """Checks that ``x`` is on the device of ``other``."""
     if x.device != other.device:
-        raise ValueError(f"{name}.device={x.device}: expected {other_name}'s device, {other.device}")
+        raise ValueError(
+            f"{name}.device={x.device}: expected {other_name}'s device, {other.device}"
+        )
 
 
 def _check_head_size(x: Tensor) -> None:

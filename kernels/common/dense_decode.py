@@ -1,32 +1,40 @@
 """Kernels of split-K attention of a few queries over a long cache, which may be paged.
 
-    s_ij = score_mod(scale * q_i k_j), -inf where i does not see j        out_i = softmax_j(s_ij) v_j
+    s_ij = score_mod(scale * q_i k_j), -inf where i does not see j        out_i = softmax_j(s_ij)
+    v_j
 
 The keys are divided into splits, which run as separate programs. There are two variants:
 
-- `partial`: each split keeps its own row maximum m_s, with l_s = sum exp(s - m_s) and o_s = sum exp(s - m_s) v. A second kernel
-  rescales and adds them: ``out = sum exp(m_s - m) o_s / sum exp(m_s - m) l_s``.
-- `global`: a first pass over the keys alone finds the row maxima. The second pass starts from the largest of them, m, so that
-  its sums add up without rescaling. Every program of the second pass reduces the maxima of all splits itself: they are few, and
-  another kernel would take longer than reading them.
+- `partial`: each split keeps its own row maximum m_s, with l_s = sum exp(s - m_s) and o_s = sum
+  exp(s - m_s) v. A second kernel rescales and adds them:
+  ``out = sum exp(m_s - m) o_s / sum exp(m_s - m) l_s``.
+- `global`: a first pass over the keys alone finds the row maxima. The second pass starts from the
+  largest of them, m, so that its sums add up without rescaling. Every program of the second pass
+  reduces the maxima of all splits itself: they are few, and another kernel would take longer than
+  reading them.
 
 ``lse = m + log l`` in both.
 
-Decoding is memory-bound: N * group rows need 4 * N * group * D FLOPs for the 4 * D bytes of a 16-bit key and value, so tensor
-cores wait for memory up to a few hundred rows. All queries of a key/value head's group are therefore packed into the rows of
-one tile, which reads keys and values once: 2 * M * D * Hkv numbers in total, the minimum for exact attention. `global` reads
-the keys twice (50 % more bytes) and saves exp(m_s - m) for the N * group rows of each split. The results of the splits add
+Decoding is memory-bound: N * group rows need 4 * N * group * D FLOPs for the 4 * D bytes of a
+16-bit key and value, so tensor cores wait for memory up to a few hundred rows. All queries of a
+key/value head's group are therefore packed into the rows of one tile, which reads keys and values
+once: 2 * M * D * Hkv numbers in total, the minimum for exact attention. `global` reads the keys
+twice (50 % more bytes) and saves exp(m_s - m) for the N * group rows of each split. The results of
+the splits add
 D + 2 fp32 numbers per row and split.
 
-Whole tiles are loaded through tensor descriptors if the rows of keys and values are aligned, because few long requests come
-closer to the peak memory bandwidth than many short ones. The last, partial tile of a split, and caches in any other layout, are
-loaded through pointers.
+Whole tiles are loaded through tensor descriptors if the rows of keys and values are aligned,
+because few long requests come closer to the peak memory bandwidth than many short ones. The last,
+partial tile of a split, and caches in any other layout, are loaded through pointers.
 
-The keys may be in pages. Descriptors then load tiles of a page, if pages are a multiple of the tile.
+The keys may be in pages. Descriptors then load tiles of a page, if pages are a multiple of the
+tile.
 
-Tiles: BM rows (row r = query r % N of the group's head r // N), BN keys, BD head size. Layouts: part_max, part_sum ``[B, Hkv,
-G * N, S]``, in base 2 and not normalized; part_out ``[B, Hkv, G * N, S, D]``. For a single split, part_sum and part_out are
-the result itself. Grid: (split, block of rows), key/value head, sequence; then the merge kernel.
+Tiles: BM rows (row r = query r % N of the group's head r // N), BN keys, BD head size. Layouts:
+part_max, part_sum ``[B, Hkv,
+G * N, S]``, in base 2 and not normalized; part_out ``[B, Hkv, G * N, S, D]``. For a single split,
+part_sum and part_out are the result itself. Grid: (split, block of rows), key/value head, sequence;
+then the merge kernel.
 """
 
 import math
@@ -72,8 +80,9 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """Launches the kernels.
 
-    With a ``table``, int32 ``[B, pages]`` with contiguous rows, ``k`` and ``v`` are pages ``[P, Hkv, page_size, D]``. The grid
-    depends only on shapes, so that a captured CUDA graph serves any lengths.
+    With a ``table``, int32 ``[B, pages]`` with contiguous rows, ``k`` and ``v`` are pages
+    ``[P, Hkv, page_size, D]``. The grid depends only on shapes, so that a captured CUDA graph
+    serves any lengths.
     """
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
@@ -85,7 +94,9 @@ def launch(
     row_blocks, tiles = triton.cdiv(rows, tile.rows), triton.cdiv(num_keys, tile.keys)
     if splits is None:
         efficiency = 1.0 if row_blocks == 1 else 0.95  # merging many rows is expensive
-        splits = choose_splits(batch * kv_heads * row_blocks, tile.programs * num_sms(q.device), tiles, efficiency)
+        splits = choose_splits(
+            batch * kv_heads * row_blocks, tile.programs * num_sms(q.device), tiles, efficiency
+        )
     splits = min(splits, tiles)
 
     out = q.new_empty(q.shape)
@@ -107,10 +118,12 @@ def launch(
         _split_dense_decode_kernel[(splits * row_blocks, kv_heads, batch)](
             q, k, v, *views, part_max, part_sum, part_out, kv_start, kv_len, table, mod_arguments,
             *q.stride(), *k.stride(), *v.stride(), 0 if table is None else table.stride(0),
-            q_heads // kv_heads, num_queries, num_keys, row_blocks, window, scale, LOG2_E if score_mod else scale * LOG2_E,
+            q_heads // kv_heads, num_queries, num_keys, row_blocks, window, scale,
+            LOG2_E if score_mod else scale * LOG2_E,
             STEP=step, SINGLE=splits == 1, MOD=kernel, CAUSAL=causal, PAGE=page_size,
             HEAD=head, BM=tile.rows, BN=tile.keys, BD=cols, PRECISION=precision(q.dtype),
-            num_warps=tile.warps, num_stages=tile.stages * (2 if step == "max" else 1),  # without V, the same bytes in flight
+            # without V, the same bytes in flight
+            num_warps=tile.warps, num_stages=tile.stages * (2 if step == "max" else 1),
             **pdl_args(q.device),
         )  # fmt: skip
     if splits > 1:
@@ -121,44 +134,62 @@ def launch(
 def _tile_of_pages(tile: Tile, page_size: int) -> Tile:
     """Returns a tile for pages.
 
-    It divides pages, so that descriptors can load it, unless it would have fewer than 64 keys. Keys are loaded after the entry
-    of the table that they depend on, which takes as many pipeline stages again.
+    It divides pages, so that descriptors can load it, unless it would have fewer than 64 keys. Keys
+    are loaded after the entry of the table that they depend on, which takes as many pipeline stages
+    again.
     """
     divisor = math.gcd(tile.keys, page_size)
     keys = divisor if divisor >= min(64, tile.keys) else tile.keys
-    return tile._replace(keys=keys, stages=2 * tile.stages - 1, programs=tile.programs * tile.keys // keys)
+    return tile._replace(
+        keys=keys, stages=2 * tile.stages - 1, programs=tile.programs * tile.keys // keys
+    )
 
 
 def default_tile(rows: int, cols: int, itemsize: int, sm: int) -> Tile:
     """Returns the tile for ``rows`` = group * N and a padded head size of ``cols``.
 
-    Up to 128 rows, or 32 of heads of 512, share one read of keys and values. Shared memory holds three tiles of each. A tile
-    has up to 32 KiB where shared memory has 227 KiB (compute capabilities 9.0 to 11.x), else up to 16 KiB.
+    Up to 128 rows, or 32 of heads of 512, share one read of keys and values. Shared memory holds
+    three tiles of each. A tile has up to 32 KiB where shared memory has 227 KiB (compute
+    capabilities 9.0 to 11.x), else up to 16 KiB.
     """
     if itemsize == 4:  # fp32 runs on CUDA cores
         stages = 3 if cols <= 256 else 1
-        return Tile(rows=max(16, min(32, triton.next_power_of_2(rows))), keys=16, warps=8, stages=stages, programs=2)
+        return Tile(
+            rows=max(16, min(32, triton.next_power_of_2(rows))),
+            keys=16,
+            warps=8,
+            stages=stages,
+            programs=2,
+        )
     rows = max(16, min(128 if cols <= 256 else 32, triton.next_power_of_2(rows)))
     large = 90 <= sm < 120 and rows < 128
-    keys = max(16, min(128, 32768 // (cols * itemsize)) if large else min(64, 16384 // (cols * itemsize)))
+    keys = max(
+        16, min(128, 32768 // (cols * itemsize)) if large else min(64, 16384 // (cols * itemsize))
+    )
     programs = 2 if rows < 128 and keys * cols * itemsize <= 16384 else 1
     return Tile(rows=rows, keys=keys, warps=4 if rows < 128 else 8, stages=3, programs=programs)
 
 
-@triton.jit(do_not_specialize=["stride_tb", "group", "num_queries", "num_keys", "row_blocks", "window"])
+@triton.jit(
+    do_not_specialize=["stride_tb", "group", "num_queries", "num_keys", "row_blocks", "window"]
+)
 def _split_dense_decode_kernel(
-    q_ptr, k_ptr, v_ptr, k_desc, v_desc, part_max_ptr, part_sum_ptr, part_out_ptr, kv_start_ptr, kv_len_ptr, table_ptr,
+    q_ptr, k_ptr, v_ptr, k_desc, v_desc, part_max_ptr, part_sum_ptr, part_out_ptr, kv_start_ptr,
+    kv_len_ptr, table_ptr,
     mod_arguments,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_km, stride_kd,
     stride_vb, stride_vh, stride_vm, stride_vd, stride_tb,
     group, num_queries, num_keys, row_blocks, window, scale, scale2,
-    STEP: tl.constexpr, SINGLE: tl.constexpr, MOD: tl.constexpr, CAUSAL: tl.constexpr, PAGE: tl.constexpr,
-    HEAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    STEP: tl.constexpr, SINGLE: tl.constexpr, MOD: tl.constexpr, CAUSAL: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Processes one split of the keys for a block of rows.
 
-    ``STEP`` "max" computes row maxima, "sum" sums relative to the maxima of all splits, and "partial" both, for the split
-    alone. With ``SINGLE`` there is one split, and the kernel writes the final result.
+    ``STEP`` "max" computes row maxima, "sum" sums relative to the maxima of all splits, and
+    "partial" both, for the split alone. With ``SINGLE`` there is one split, and the kernel writes
+    the final result.
     """
     pdl_wait(PDL)
     if STEP != "max" and not SINGLE:  # the dependent is the merge kernel
@@ -171,14 +202,25 @@ def _split_dense_decode_kernel(
     packed = tl.minimum(row, rows - 1)  # rows past the end repeat the last one
     head = kv_head * group + packed // num_queries
     begin, end, first_key, offset = _split_range(
-        kv_start_ptr, kv_len_ptr, batch, split, num_splits, num_queries, num_keys, window, CAUSAL, BN
+        kv_start_ptr,
+        kv_len_ptr,
+        batch,
+        split,
+        num_splits,
+        num_queries,
+        num_keys,
+        window,
+        CAUSAL,
+        BN,
     )
     i = offset + packed % num_queries  # positions of the rows' queries
 
     o_d = tl.arange(0, BD)
     m_d = o_d < HEAD
     q_ptrs = (
-        q_ptr + batch.to(tl.int64) * stride_qb + (head.to(tl.int64) * stride_qh + packed % num_queries * stride_qn)[:, None]
+        q_ptr
+        + batch.to(tl.int64) * stride_qb
+        + (head.to(tl.int64) * stride_qh + packed % num_queries * stride_qn)[:, None]
     )
     b_q = tl.load(q_ptrs + o_d[None, :] * stride_qd, mask=m_d[None, :], other=0.0)  # [BM, BD]
     k_ptr += kv_head.to(tl.int64) * stride_kh
@@ -200,8 +242,14 @@ def _split_dense_decode_kernel(
         for j0 in tl.range(begin, by_pointer, BN):
             j = j0 + tl.arange(0, BN)
             block, first = _block_and_row(table_ptr, batch, j0, True, PAGE)
-            s = tl.dot(b_q, tl.trans(load_tile(k_desc, block, kv_head, first, BN, BD)), input_precision=PRECISION)
-            s = _modify(s, batch, head, i, j, first_key, num_keys, scale, mod_arguments, MOD, CAUSAL)
+            s = tl.dot(
+                b_q,
+                tl.trans(load_tile(k_desc, block, kv_head, first, BN, BD)),
+                input_precision=PRECISION,
+            )
+            s = _modify(
+                s, batch, head, i, j, first_key, num_keys, scale, mod_arguments, MOD, CAUSAL
+            )
             if STEP == "max":
                 m = tl.maximum(m, tl.max(s, 1) * scale2)
             else:
@@ -213,7 +261,9 @@ def _split_dense_decode_kernel(
         m_tile = live[:, None] & m_d[None, :]
         block, row_of = _block_and_row(table_ptr, batch, j, live, PAGE)
         block, row_of = block.to(tl.int64), row_of.to(tl.int64)
-        k_ptrs = k_ptr + (block * stride_kb + row_of * stride_km)[:, None] + o_d[None, :] * stride_kd
+        k_ptrs = (
+            k_ptr + (block * stride_kb + row_of * stride_km)[:, None] + o_d[None, :] * stride_kd
+        )
         b_k = tl.load(k_ptrs, mask=m_tile, other=0.0)  # [BN, BD]
         s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
         s = _modify(s, batch, head, i, j, first_key, num_keys, scale, mod_arguments, MOD, CAUSAL)
@@ -221,11 +271,14 @@ def _split_dense_decode_kernel(
         if STEP == "max":
             m = tl.maximum(m, tl.max(s, 1) * scale2)
         else:
-            v_ptrs = v_ptr + (block * stride_vb + row_of * stride_vm)[:, None] + o_d[None, :] * stride_vd
+            v_ptrs = (
+                v_ptr + (block * stride_vb + row_of * stride_vm)[:, None] + o_d[None, :] * stride_vd
+            )
             b_v = tl.load(v_ptrs, mask=m_tile, other=0.0)  # [BN, BD]
             m, l, acc = _add_values(s, b_v, m, l, acc, base, scale2, STEP, PRECISION)
 
-    if STEP == "max" or SINGLE:  # dependent programs that start earlier would be distributed unevenly over the SMs
+    # dependent programs that start earlier would be distributed unevenly over the SMs
+    if STEP == "max" or SINGLE:
         pdl_launch_dependents(PDL)
     if STEP == "max" or (STEP == "partial" and not SINGLE):
         tl.store(part_max_ptr + part, m, mask=row < rows)
@@ -236,12 +289,18 @@ def _split_dense_decode_kernel(
             l = (m + tl.log2(l)) * LN_2
         tl.store(part_sum_ptr + part, l, mask=row < rows)
         out_ptrs = part_out_ptr + part[:, None] * HEAD + o_d[None, :]
-        tl.store(out_ptrs, acc.to(part_out_ptr.dtype.element_ty), mask=(row < rows)[:, None] & m_d[None, :])
+        tl.store(
+            out_ptrs,
+            acc.to(part_out_ptr.dtype.element_ty),
+            mask=(row < rows)[:, None] & m_d[None, :],
+        )
 
 
 @triton.jit
 def _block_and_row(table_ptr, batch, j, live, PAGE: tl.constexpr):
-    """Returns where keys j are: their page and rows of it, or sequence and position if there are no pages."""
+    """Returns where keys j are: their page and rows of it, or sequence and position if there are no
+    pages.
+    """
     if PAGE is None:
         block, row = batch, j
     else:
@@ -251,11 +310,13 @@ def _block_and_row(table_ptr, batch, j, live, PAGE: tl.constexpr):
 
 @triton.jit
 def _modify(
-    s, batch, head, i, j, first_key, num_keys, scale, mod_arguments, MOD: tl.constexpr, CAUSAL: tl.constexpr
+    s, batch, head, i, j, first_key, num_keys, scale, mod_arguments, MOD: tl.constexpr,
+    CAUSAL: tl.constexpr
 ):  # fmt: skip
     """Modifies and masks the scores ``s [BM, BN]`` of queries i and keys j."""
     if MOD is not None:
-        i_valid, j_valid = tl.maximum(i, 0), tl.minimum(j, num_keys - 1)  # valid positions, also for masked scores
+        # valid positions, also for masked scores
+        i_valid, j_valid = tl.maximum(i, 0), tl.minimum(j, num_keys - 1)
         s = MOD(s * scale, batch, head[:, None], i_valid[:, None], j_valid[None, :], *mod_arguments)
     seen = (i >= first_key)[:, None]
     if CAUSAL:
@@ -277,7 +338,8 @@ def _add_values(s, v, m, l, acc, base, scale2, STEP: tl.constexpr, PRECISION: tl
 
 @triton.jit
 def _split_range(
-    kv_start_ptr, kv_len_ptr, batch, split, num_splits, num_queries, num_keys, window, CAUSAL: tl.constexpr, BN: tl.constexpr
+    kv_start_ptr, kv_len_ptr, batch, split, num_splits, num_queries, num_keys, window,
+    CAUSAL: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """Returns begin and end of a split, the first unpadded key, query 0's position.
 
@@ -301,5 +363,7 @@ def _row_max(part_ptrs, exists, num_splits, BM: tl.constexpr):
     for first in tl.range(0, num_splits, 32):  # type: ignore[misc]
         s = first + tl.arange(0, 32)[None, :]
         m_s = exists[:, None] & (s < num_splits)
-        largest = tl.maximum(largest, tl.load(part_ptrs[:, None] + s, mask=m_s, other=float("-inf")))
+        largest = tl.maximum(
+            largest, tl.load(part_ptrs[:, None] + s, mask=m_s, other=float("-inf"))
+        )
     return tl.max(largest, 1)

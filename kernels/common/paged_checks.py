@@ -10,29 +10,50 @@ MAX_BUCKETS = 2**15  # limit of int16 ids
 
 
 def check_paged_keys(cache: PagedKeys, heads: int, q: Tensor) -> None:
-    """Checks a paged cache for queries of ``heads`` heads, whose last dimension is the head size."""
+    """Checks a paged cache for queries of ``heads`` heads, whose last dimension is the head
+    size.
+    """
     for name, x in (("cache.k", cache.k), ("cache.v", cache.v)):
         if x.dim() != 4 or min(x.shape) < 1 or x.shape[3] != q.shape[-1] or x.stride(3) != 1:
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)} and strides {x.stride()}: expected [pages, page size, heads, "
-                f"{q.shape[-1]}], q's head size, each size at least 1 and the last dimension contiguous"
+                f"{name} has shape {tuple(x.shape)} and strides {x.stride()}: expected [pages, "
+                f"page size, heads, "
+                f"{q.shape[-1]}], q's head size, each size at least 1 and the last dimension "
+                f"contiguous"
             )
         if x.dtype != q.dtype:
             raise ValueError(f"{name}.dtype={x.dtype}: expected q's dtype, {q.dtype}")
         check_device(name, x, "q", q)
     if cache.k.shape != cache.v.shape:
-        raise ValueError(f"cache.v.shape={tuple(cache.v.shape)}: expected cache.k's shape, {tuple(cache.k.shape)}")
+        raise ValueError(
+            f"cache.v.shape={tuple(cache.v.shape)}: expected cache.k's shape, "
+            f"{tuple(cache.k.shape)}"
+        )
     if heads % cache.k.shape[2]:
-        raise ValueError(f"q has {heads} heads, cache.k has {cache.k.shape[2]}: expected q's to be a multiple of cache.k's")
+        raise ValueError(
+            f"q has {heads} heads, cache.k has {cache.k.shape[2]}: expected q's to be a multiple "
+            f"of cache.k's"
+        )
     check_table("cache.", cache.table, cache.kv_len, "q", q)
 
 
 def check_table(prefix: str, table: Tensor, kv_len: Tensor, other_name: str, other: Tensor) -> None:
     """Checks the pages and lengths of sequences, on the device of ``other``."""
     if table.dtype != torch.int32 or table.dim() != 2 or min(table.shape) < 1:
-        raise ValueError(f"{prefix}table is {table.dtype} {tuple(table.shape)}: expected int32 [batch, pages], each at least 1")
+        raise ValueError(
+            f"{prefix}table is {table.dtype} {tuple(table.shape)}: expected int32 [batch, pages], "
+            f"each at least 1"
+        )
     check_device(f"{prefix}table", table, other_name, other)
-    check_tensor(f"{prefix}kv_len", kv_len, torch.int32, (len(table),), other_name, other, "one for each sequence")
+    check_tensor(
+        f"{prefix}kv_len",
+        kv_len,
+        torch.int32,
+        (len(table),),
+        other_name,
+        other,
+        "one for each sequence",
+    )
 
 
 def check_paged_decode(q: Tensor, cache: PagedKeys) -> None:
@@ -40,4 +61,6 @@ def check_paged_decode(q: Tensor, cache: PagedKeys) -> None:
     check_tokens("q", q)
     check_paged_keys(cache, q.shape[1], q)
     if cache.table.shape[0] != q.shape[0]:
-        raise ValueError(f"cache.table.shape={tuple(cache.table.shape)}: expected q's batch size, {q.shape[0]}")
+        raise ValueError(
+            f"cache.table.shape={tuple(cache.table.shape)}: expected q's batch size, {q.shape[0]}"
+        )

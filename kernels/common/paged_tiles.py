@@ -1,14 +1,18 @@
-"""Loads of tiles from packed queries and from a paged cache; see :class:`msattn.kernels.types.PagedKeys`."""
+"""Loads of tiles from packed queries and from a paged cache; see
+:class:`msattn.kernels.types.PagedKeys`.
+"""
 
 from msattn.kernels.common.primitives import tl, triton
 
 
 @triton.jit
 def packed_span(cu_queries_ptr, kv_len_ptr, b, num_queries, num_keys):
-    """Returns the bounds of sequence b of ``num_queries`` packed queries, whose table has room for ``num_keys``.
+    """Returns the bounds of sequence b of ``num_queries`` packed queries, whose table has room for
+    ``num_keys``.
 
-    They are the row of its first query, the number of keys, the number of queries, and ``delta`` (see
-    :mod:`msattn.kernels.common.primitives`). Values are clamped, so that nothing outside the tensors is read.
+    They are the row of its first query, the number of keys, the number of queries, and ``delta``
+    (see :mod:`msattn.kernels.common.primitives`). Values are clamped, so that nothing outside the
+    tensors is read.
     """
     first_row = tl.minimum(tl.maximum(tl.load(cu_queries_ptr + b), 0), num_queries)
     end = tl.minimum(tl.load(cu_queries_ptr + b + 1), num_queries)

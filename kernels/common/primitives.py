@@ -1,8 +1,8 @@
 """Building blocks of the kernels: launch arguments, masking, online softmax.
 
-Kernels count positions from the start of the unpadded sequence: query ``t`` and key ``u`` begin at 0, and causal query ``t``
-sees keys ``u <= t + delta``. Scores are kept unscaled. Row statistics are in base 2 inside a kernel (``scale2 = scale *
-log2(e)``) and are stored in base e.
+Kernels count positions from the start of the unpadded sequence: query ``t`` and key ``u`` begin at
+0, and causal query ``t`` sees keys ``u <= t + delta``. Scores are kept unscaled. Row statistics are
+in base 2 inside a kernel (``scale2 = scale * log2(e)``) and are stored in base e.
 """
 
 import math
@@ -16,12 +16,15 @@ from msattn.kernels import tuned
 if TYPE_CHECKING:
     import triton.language as tl
 
-    triton: Any = None  # otherwise a type checker reads a launch, kernel[grid](...), as a call of the kernel
+    # otherwise a type checker reads a launch, kernel[grid](...), as a call of the kernel
+    triton: Any = None
 else:
     try:
         import triton
         import triton.language as tl
-    except ImportError:  # no wheel for this platform: kernels can be defined but not launched; references work
+    except (
+        ImportError
+    ):  # no wheel for this platform: kernels can be defined but not launched; references work
 
         class _NoTriton:
             def __getattr__(self, name):
@@ -67,13 +70,21 @@ def tile_view(x: Tensor, rows: int, cols: int | None = None, heads: int = 1) -> 
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    # Descriptors require strides that are multiples of 16 bytes; the stride of a size-1 dimension is arbitrary in PyTorch.
-    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, heads, rows, cols or padded_head(x.shape[-1])])
+    # Descriptors require strides that are multiples of 16 bytes; the stride of a size-1 dimension
+    # is arbitrary in PyTorch.
+    strides = [
+        stride if size > 1 else 16
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    ]
+    return TensorDescriptor(
+        x, list(x.shape), [*strides, 1], [1, heads, rows, cols or padded_head(x.shape[-1])]
+    )
 
 
 def row_tile(tokens: int, channels: int) -> tuple[int, int, int]:
-    """Returns tokens, padded channels and warps of a program that moves rows of ``channels``; each is a power of two."""
+    """Returns tokens, padded channels and warps of a program that moves rows of ``channels``; each
+    is a power of two.
+    """
     padded = triton.next_power_of_2(channels)
     rows = min(triton.next_power_of_2(tokens), max(1, TILE_ELEMENTS // padded))
     return rows, padded, min(4, max(1, rows * padded // WARP_ELEMENTS))
@@ -84,7 +95,11 @@ def num_sms(device: torch.device) -> int:
 
     It is 3 where kernels are interpreted, to keep the number of programs small.
     """
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 3
+    )
 
 
 def capability(device: torch.device) -> int:
@@ -136,8 +151,9 @@ def pdl_launch_dependents(PDL: tl.constexpr):
 def sequence_span(kv_start_ptr, b, num_queries, num_keys, offset):
     """Returns the bounds of sequence b without its left padding.
 
-    They are the first key, the first query, the number of keys, the number of queries, and ``delta`` (see the module
-    docstring). ``offset`` is the position of query 0, from :func:`msattn.kernels.common.checks.query_offset`.
+    They are the first key, the first query, the number of keys, the number of queries, and
+    ``delta`` (see the module docstring). ``offset`` is the position of query 0, from
+    :func:`msattn.kernels.common.checks.query_offset`.
     """
     first_key = tl.zeros((), tl.int32)
     if kv_start_ptr is not None:
@@ -182,9 +198,9 @@ def mask_scores(s, t, u, num_keys, delta, CAUSAL: tl.constexpr):
 def softmax_step(s, s_max, v, m, l, acc, scale2, PRECISION: tl.constexpr):
     """Accumulates a tile of keys into the online softmax.
 
-    ``s [BM, BN]`` are scores, ``s_max [BM]`` their row maxima, ``v [BN, D]`` values. ``m [BM]`` is the running maximum (base
-    2), ``l [BM]`` the running sum, ``acc [BM, D]`` the running output. A row without visible keys so far keeps ``m = -inf``,
-    ``l = 0``.
+    ``s [BM, BN]`` are scores, ``s_max [BM]`` their row maxima, ``v [BN, D]`` values. ``m [BM]`` is
+    the running maximum (base 2), ``l [BM]`` the running sum, ``acc [BM, D]`` the running output. A
+    row without visible keys so far keeps ``m = -inf``, ``l = 0``.
     """
     m_new, p, alpha = softmax_weights(s, s_max, m, scale2)
     l = l * alpha + tl.sum(p, 1)
@@ -194,7 +210,8 @@ def softmax_step(s, s_max, v, m, l, acc, scale2, PRECISION: tl.constexpr):
 
 @triton.jit
 def softmax_weights(s, s_max, m, scale2):
-    """Returns the new running maximum, the weights of a tile relative to it, and the factor of older sums.
+    """Returns the new running maximum, the weights of a tile relative to it, and the factor of
+    older sums.
 
     Arguments are those of :func:`softmax_step`.
     """
@@ -208,37 +225,66 @@ def softmax_weights(s, s_max, m, scale2):
 def softmax_finalize(m, l, acc, exists):
     """Returns the normalized output and the base-2 LSE ``[BM]``.
 
-    They are 0 and -inf for rows without visible keys and for rows that do not exist, and NaN if ``l`` is, as after a NaN score.
+    They are 0 and -inf for rows without visible keys and for rows that do not exist, and NaN if
+    ``l`` is, as after a NaN score.
     """
     seen = exists & (l != 0)
     l = tl.where(seen, l, 1.0)
-    return tl.where(seen[:, None], acc / l[:, None], 0.0), tl.where(seen, m + tl.log2(l), float("-inf"))
+    return tl.where(seen[:, None], acc / l[:, None], 0.0), tl.where(
+        seen, m + tl.log2(l), float("-inf")
+    )
 
 
 @triton.jit
 def store_rows(
-    out_ptr, lse_ptr, out, lse2, b, h, t, first_query, q_heads, num_queries, stride_b, stride_h, stride_n,
+    out_ptr, lse_ptr, out, lse2, b, h, t, first_query, q_heads, num_queries, stride_b, stride_h,
+    stride_n,
     HEAD: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Stores the rows ``t`` of a sequence and their LSEs; see :func:`store_tile`."""
-    store_tile(out_ptr, out, b, h, t, first_query, num_queries, stride_b, stride_h, stride_n, HEAD, COLS)
+    store_tile(
+        out_ptr, out, b, h, t, first_query, num_queries, stride_b, stride_h, stride_n, HEAD, COLS
+    )
     i = first_query + t
     i = tl.where(i < num_queries, i, i - num_queries)
-    tl.store(lse_ptr + (b * q_heads + h).to(tl.int64) * num_queries + i, lse2 * LN_2, mask=t < num_queries)
+    tl.store(
+        lse_ptr + (b * q_heads + h).to(tl.int64) * num_queries + i,
+        lse2 * LN_2,
+        mask=t < num_queries,
+    )
 
 
 @triton.jit
-def store_tile(ptr, tile, b, h, t, first, total, stride_b, stride_h, stride_n, HEAD: tl.constexpr, COLS: tl.constexpr):
+def store_tile(
+    ptr,
+    tile,
+    b,
+    h,
+    t,
+    first,
+    total,
+    stride_b,
+    stride_h,
+    stride_n,
+    HEAD: tl.constexpr,
+    COLS: tl.constexpr,
+):
     """Stores the rows ``t`` of a sequence.
 
-    The sequence occupies rows ``first`` to ``total``, the end of the tensor. Rows past its end wrap around to the padding
-    before its start and are stored as zeros, so that programs for all ``total`` rows initialize the whole output.
+    The sequence occupies rows ``first`` to ``total``, the end of the tensor. Rows past its end wrap
+    around to the padding before its start and are stored as zeros, so that programs for all
+    ``total`` rows initialize the whole output.
     """
     i = first + t
     exists = i < total
     i = tl.where(exists, i, i - total)
     d = tl.arange(0, COLS)
-    rows = ptr + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + i.to(tl.int64)[:, None] * stride_n
+    rows = (
+        ptr
+        + b.to(tl.int64) * stride_b
+        + h.to(tl.int64) * stride_h
+        + i.to(tl.int64)[:, None] * stride_n
+    )
     tile = tl.where(exists[:, None], tile, 0.0).to(ptr.dtype.element_ty)
     tl.store(rows + d[None, :], tile, mask=(t < total)[:, None] & (d < HEAD)[None, :])
 

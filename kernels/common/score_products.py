@@ -1,15 +1,18 @@
 """Matrix products of materialized probabilities or score gradients.
 
-The backward passes of :mod:`msattn.kernels.conv_attention` and :mod:`msattn.kernels.head_mix_attention` write probabilities or
-score gradients of a chunk of query rows to a scratch buffer, ``matrix [B, H, rows, M]``, which is a factor of these products:
+The backward passes of :mod:`msattn.kernels.conv_attention` and
+:mod:`msattn.kernels.head_mix_attention` write probabilities or score gradients of a chunk of query
+rows to a scratch buffer, ``matrix [B, H, rows, M]``, which is a factor of these products:
 
-    matmul_accumulate             out_h += matrix_h Y_z                                      Y: keys, ``out [B, H, N, D]``
-    matmul_accumulate_transposed  out_z += sum over heads h of group z of matrix_h^T X_h     X: queries, ``out [B, Z, M, D]``
+    matmul_accumulate             out_h += matrix_h Y_z                                      Y:
+    keys, ``out [B, H, N, D]`` matmul_accumulate_transposed  out_z += sum over heads h of group z of
+    matrix_h^T X_h     X: queries, ``out [B, Z, M, D]``
 
-With ``terms > 1``, term t pairs row i of the matrix with row ``i + t - (terms - 1)`` of the output (of X, if transposed). The
-plain product sums over the terms; the transposed one has an output for each. Before the start of a sequence the matrix is 0,
-and X and Y are finite. Each output tile is summed by one program in a fixed order, so that results are bitwise reproducible.
-Grid: (tile, output, sequence).
+With ``terms > 1``, term t pairs row i of the matrix with row ``i + t - (terms - 1)`` of the output
+(of X, if transposed). The plain product sums over the terms; the transposed one has an output for
+each. Before the start of a sequence the matrix is 0, and X and Y are finite. Each output tile is
+summed by one program in a fixed order, so that results are bitwise reproducible. Grid: (tile,
+output, sequence).
 """
 
 from collections.abc import Iterator
@@ -19,7 +22,16 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import query_offset
-from msattn.kernels.common.primitives import load_tile, padded_head, precision, sequence_span, tile_view, tl, triton, tuned_tile
+from msattn.kernels.common.primitives import (
+    load_tile,
+    padded_head,
+    precision,
+    sequence_span,
+    tile_view,
+    tl,
+    triton,
+    tuned_tile,
+)
 
 SCRATCH_ELEMENTS = 2**29  # limit for a scratch buffer, and for prepared keys: 1 GiB in 16 bits
 
@@ -40,10 +52,12 @@ class Rows(NamedTuple):
 def zero_padding(
     kv_start: Tensor | None, causal: bool, queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]
 ) -> tuple[Tensor, ...]:
-    """Copies queries and keys with zeros in the left padding, in the layout of ``empty_like``, as fake kernels state.
+    """Copies queries and keys with zeros in the left padding, in the layout of ``empty_like``, as
+    fake kernels state.
 
-    Queries before the first key count as padding. Padding may hold NaN, and kernels multiply it by 0. They do not mask factors
-    inside the product loop, because code compiled by Triton 3.6 then has a race.
+    Queries before the first key count as padding. Padding may hold NaN, and kernels multiply it by
+    0. They do not mask factors inside the product loop, because code compiled by Triton 3.6 then
+    has a race.
     """
     offset = query_offset(queries[0].shape[2], keys[0].shape[2], causal)
     if kv_start is None:
@@ -55,20 +69,31 @@ def zero_padding(
         before = torch.arange(x.shape[2], device=x.device) < first[:, None]
         return x.clone().masked_fill_(before[:, None, :, None], 0)
 
-    return *(zero_rows_before(x, kv_start - offset) for x in queries), *(zero_rows_before(x, kv_start) for x in keys)
+    return *(zero_rows_before(x, kv_start - offset) for x in queries), *(
+        zero_rows_before(x, kv_start) for x in keys
+    )
 
 
 def row_chunks(
-    q: Tensor, k: Tensor, dtype: torch.dtype, matrices: int, min_rows: int, causal: bool, kv_start: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    dtype: torch.dtype,
+    matrices: int,
+    min_rows: int,
+    causal: bool,
+    kv_start: Tensor | None,
 ) -> Iterator[tuple[Rows, Tensor]]:
     """Yields chunks of rows, each with a scratch buffer ``[matrices, B, H, rows, M]``.
 
-    A chunk has as many rows as :data:`SCRATCH_ELEMENTS` allows, at least ``min_rows``. The buffer is uninitialized. Products
-    read whole tiles, so writers must zero :func:`reach` keys past the causal limit; later keys are never read.
+    A chunk has as many rows as :data:`SCRATCH_ELEMENTS` allows, at least ``min_rows``. The buffer
+    is uninitialized. Products read whole tiles, so writers must zero :func:`reach` keys past the
+    causal limit; later keys are never read.
     """
     (batch, heads, num_queries, _), num_keys = q.shape, k.shape[2]
     columns = -(-num_keys // 16) * 16  # a row starts at a multiple of 16 bytes
-    size = min(num_queries, max(min_rows, SCRATCH_ELEMENTS // (batch * heads * columns) // 128 * 128))
+    size = min(
+        num_queries, max(min_rows, SCRATCH_ELEMENTS // (batch * heads * columns) // 128 * 128)
+    )
     scratch = q.new_empty((matrices, batch, heads, size, columns), dtype=dtype)
     offset = query_offset(num_queries, num_keys, causal)
     for begin in range(0, num_queries, size):
@@ -85,7 +110,9 @@ def reach(x: Tensor) -> int:
     return tile.rows + tile.keys
 
 
-def matmul_accumulate_transposed(matrix: Tensor, x: Tensor, out: Tensor, rows: Rows, terms: int = 1) -> None:
+def matmul_accumulate_transposed(
+    matrix: Tensor, x: Tensor, out: Tensor, rows: Rows, terms: int = 1
+) -> None:
     """Adds ``matrix^T x`` to fp32 ``out [B, Z * terms, M, D]``.
 
     The product is summed over the H / Z heads of each group; Z divides H.
@@ -94,7 +121,8 @@ def matmul_accumulate_transposed(matrix: Tensor, x: Tensor, out: Tensor, rows: R
     tile = tuned_tile("score_products", x)
     _matmul_transposed_kernel[(triton.cdiv(num_keys, tile.rows), total, batch)](
         tile_view(matrix, tile.keys, tile.rows), tile_view(x, tile.keys), out, rows.kv_start,
-        terms, matrix.shape[1] * terms // total, x.shape[2], num_keys, rows.begin, rows.end, rows.offset,
+        terms, matrix.shape[1] * terms // total, x.shape[2], num_keys, rows.begin, rows.end,
+        rows.offset,
         HEAD=head, COLS=padded_head(head), BM=tile.keys, BN=tile.rows,
         CAUSAL=rows.causal, PRECISION=precision(x.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -103,7 +131,8 @@ def matmul_accumulate_transposed(matrix: Tensor, x: Tensor, out: Tensor, rows: R
 
 @triton.jit(do_not_specialize=["terms", "group", "begin", "end"])
 def _matmul_transposed_kernel(
-    matrix_desc, x_desc, out_ptr, kv_start_ptr, terms, group, num_queries, num_keys, begin, end, offset,
+    matrix_desc, x_desc, out_ptr, kv_start_ptr, terms, group, num_queries, num_keys, begin, end,
+    offset,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +163,8 @@ def matmul_accumulate(matrix: Tensor, y: Tensor, out: Tensor, rows: Rows, terms:
     first = max(rows.begin - (terms - 1), 0)
     _matmul_kernel[(triton.cdiv(rows.end - first, tile.rows), heads, batch)](
         tile_view(matrix, tile.rows, tile.keys), tile_view(y, tile.keys), out, rows.kv_start,
-        terms, heads * terms // y.shape[1], num_queries, num_keys, first, rows.begin, rows.end, rows.offset,
+        terms, heads * terms // y.shape[1], num_queries, num_keys, first, rows.begin, rows.end,
+        rows.offset,
         HEAD=head, COLS=padded_head(head), BM=tile.rows, BN=tile.keys,
         CAUSAL=rows.causal, PRECISION=precision(y.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -143,7 +173,8 @@ def matmul_accumulate(matrix: Tensor, y: Tensor, out: Tensor, rows: Rows, terms:
 
 @triton.jit(do_not_specialize=["terms", "group", "first", "begin", "end"])
 def _matmul_kernel(
-    matrix_desc, y_desc, out_ptr, kv_start_ptr, terms, group, num_queries, num_keys, first, begin, end, offset,
+    matrix_desc, y_desc, out_ptr, kv_start_ptr, terms, group, num_queries, num_keys, first, begin,
+    end, offset,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -159,12 +190,15 @@ def _matmul_kernel(
             matrix = tl.reshape(matrix_desc.load([b, h, row - begin, j]), [BM, BN])
             y = load_tile(y_desc, b, h // group * terms + term, j, BN, COLS)
             acc = tl.dot(matrix, y, acc, input_precision=PRECISION)
-    add_tile(out_ptr, acc, b * tl.num_programs(1) + h, i0, first_query, end, num_queries, HEAD, BM, COLS)
+    add_tile(
+        out_ptr, acc, b * tl.num_programs(1) + h, i0, first_query, end, num_queries, HEAD, BM, COLS
+    )
 
 
 @triton.jit
 def add_tile(
-    out_ptr, tile, head, row, first, end, num_rows, HEAD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+    out_ptr, tile, head, row, first, end, num_rows, HEAD: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr
 ):  # fmt: skip
     """Adds a tile to a head of ``out [heads, num_rows, D]``, from ``row`` on.
 

@@ -1,7 +1,8 @@
 """Soft-capped scores in kernels: ``softcap * tanh(score / softcap)``, before masking.
 
-Kernels keep scores unscaled. The limit of unscaled scores is ``softcap / scale``, so that the scaled ones stay within
-``softcap``, and everything after the cap is as without it. A limit of None compiles a kernel without a cap.
+Kernels keep scores unscaled. The limit of unscaled scores is ``softcap / scale``, so that the
+scaled ones stay within ``softcap``, and everything after the cap is as without it. A limit of None
+compiles a kernel without a cap.
 """
 
 from msattn.kernels.common.primitives import LN_2, tl, triton
@@ -46,5 +47,6 @@ def _tanh(x):
     decay = tl.exp2(tl.abs(x) * (-2 / LN_2))
     far = (1 - decay) / (1 + decay)
     x2 = x * x
-    near = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))  # 1 - decay cancels for small x
+    # 1 - decay cancels for small x
+    near = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
     return tl.where(tl.abs(x) < 0.3, near, tl.where(x < 0, -far, far))

@@ -1,7 +1,7 @@
 """Numbers of splits for split-K kernels, and merging of their partial results.
 
-``blocks`` is the number of programs per split, ``concurrent`` that of programs that the GPU runs at once, ``tiles`` that of key
-tiles to be divided.
+``blocks`` is the number of programs per split, ``concurrent`` that of programs that the GPU runs at
+once, ``tiles`` that of key tiles to be divided.
 """
 
 import math
@@ -9,30 +9,49 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from msattn.kernels.common.primitives import LN_2, pdl_args, pdl_launch_dependents, pdl_wait, tl, triton
+from msattn.kernels.common.primitives import (
+    LN_2,
+    pdl_args,
+    pdl_launch_dependents,
+    pdl_wait,
+    tl,
+    triton,
+)
 
 MAX_SPLITS = 512
-START = 2  # estimated time to start a program, in units of the time of a key tile; merging takes one unit
+# estimated time to start a program, in units of the time of a key tile; merging takes one unit
+START = 2
 
 
 @lru_cache
 def choose_splits(
-    blocks: int, concurrent: int, tiles: int, efficiency: float = 1.0, saturation: float = 0.8, extra_tiles: int = 0
+    blocks: int,
+    concurrent: int,
+    tiles: int,
+    efficiency: float = 1.0,
+    saturation: float = 0.8,
+    extra_tiles: int = 0,
 ) -> int:
     """Returns the fewest splits with at least ``efficiency`` times the best speed.
 
-    Speed is estimated for programs that run in waves of ``concurrent`` programs. The efficiency is below 1 where merging is
-    expensive. ``saturation`` is the share of the concurrent programs that saturates the memory bandwidth: programs of a partial
-    last wave run faster, down to this share of a full wave's time; it is 1 for kernels that are not memory-bound.
-    ``extra_tiles`` is the time, in key tiles, of one more program per block that is launched before the splits; a wave that
-    does not fit next to these programs waits for them.
+    Speed is estimated for programs that run in waves of ``concurrent`` programs. The efficiency is
+    below 1 where merging is expensive. ``saturation`` is the share of the concurrent programs that
+    saturates the memory bandwidth: programs of a partial last wave run faster, down to this share
+    of a full wave's time; it is 1 for kernels that are not memory-bound. ``extra_tiles`` is the
+    time, in key tiles, of one more program per block that is launched before the splits; a wave
+    that does not fit next to these programs waits for them.
     """
 
     def time(splits: int) -> float:
         waves, left = divmod(blocks * splits, concurrent)
         last = max(saturation, left / concurrent) if left else 0
         delay = extra_tiles if (left or concurrent) + blocks > concurrent else 0
-        return START * (waves + (left > 0)) + math.ceil(tiles / splits) * (waves + last) + (splits > 1) + delay
+        return (
+            START * (waves + (left > 0))
+            + math.ceil(tiles / splits) * (waves + last)
+            + (splits > 1)
+            + delay
+        )
 
     times = [time(splits) for splits in range(1, min(tiles, MAX_SPLITS) + 1)]
     longest = min(times) / efficiency
@@ -42,24 +61,36 @@ def choose_splits(
 def one_wave_splits(blocks: int, concurrent: int, tiles: int, limit: int | None = None) -> int:
     """Returns the most splits whose programs all run at once, at most ``tiles``.
 
-    Used where the work per split depends on the data, as in ``bucket_decode``, and cannot be estimated.
+    Used where the work per split depends on the data, as in ``bucket_decode``, and cannot be
+    estimated.
     """
     splits = max(1, min(concurrent // blocks, tiles))
     return splits if limit is None else min(splits, limit)
 
 
-def merge_splits(part_max: Tensor, part_sum: Tensor, part_out: Tensor, out: Tensor, lse: Tensor, rebase: bool = True) -> None:
-    """Merges the partial results of S splits into ``out [..., D]`` and ``lse [...]``, 0 and -inf for a row without keys.
+def merge_splits(
+    part_max: Tensor,
+    part_sum: Tensor,
+    part_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rebase: bool = True,
+) -> None:
+    """Merges the partial results of S splits into ``out [..., D]`` and ``lse [...]``, 0 and -inf
+    for a row without keys.
 
-    The partial results are fp32: row maxima (base 2) and sums of exponentials ``[..., S]``, and weighted sums of values, not
-    normalized, ``part_out [..., S, D]``. Without ``rebase``, all splits of a row used the same maximum, so that sums add up
-    without rescaling.
+    The partial results are fp32: row maxima (base 2) and sums of exponentials ``[..., S]``, and
+    weighted sums of values, not normalized, ``part_out [..., S, D]``. Without ``rebase``, all
+    splits of a row used the same maximum, so that sums add up without rescaling.
     """
     splits, head = part_out.shape[-2:]
     # One warp loads up to 32 splits at once. With more splits, programs divide the head.
-    at_once, cols, warps = (32, min(128, triton.next_power_of_2(head)), 1) if splits <= 32 else (128, 32, 4)
+    at_once, cols, warps = (
+        (32, min(128, triton.next_power_of_2(head)), 1) if splits <= 32 else (128, 32, 4)
+    )
     _merge_kernel[(lse.numel(), triton.cdiv(head, cols))](
-        part_max, part_sum, part_out, out, lse, splits, HEAD=head, BS=at_once, BD=cols, REBASE=rebase,
+        part_max, part_sum, part_out, out, lse, splits, HEAD=head, BS=at_once, BD=cols,
+        REBASE=rebase,
         num_warps=warps, **pdl_args(out.device),
     )  # fmt: skip
 
@@ -83,7 +114,8 @@ def _merge_kernel(
         b_max = tl.load(part_max_ptr + part, mask=m_split, other=float("-inf"))
         b_sum = tl.load(part_sum_ptr + part, mask=m_split, other=0.0)
         m_out = m_split[:, None] & (o_d < HEAD)[None, :]
-        b_out = tl.load(part_out_ptr + part[:, None] * HEAD + o_d[None, :], mask=m_out, other=0.0)  # [BS, BD]
+        # [BS, BD]
+        b_out = tl.load(part_out_ptr + part[:, None] * HEAD + o_d[None, :], mask=m_out, other=0.0)
         m_new = tl.maximum(m, tl.max(b_max, 0))
         if REBASE:
             base = tl.where(m_new == float("-inf"), 0.0, m_new)

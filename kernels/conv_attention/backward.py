@@ -1,14 +1,15 @@
 """Backward pass of conv_attention: scores ``A_h = sum over t < T of X_t Y_t^T``.
 
-A tile of the score gradient ``dA = scale * P * (dP - row_delta)`` is multiplied with T tiles of X and T tiles of Y. No program
-can hold T accumulators, and recomputing the scores, T products, for each of T terms would take T^2 products. Probabilities and
-score gradients are therefore written to scratch buffers, for as many rows at a time as fit, in 16 bits for 16-bit inputs, which
-are factors of these products::
+A tile of the score gradient ``dA = scale * P * (dP - row_delta)`` is multiplied with T tiles of X
+and T tiles of Y. No program can hold T accumulators, and recomputing the scores, T products, for
+each of T terms would take T^2 products. Probabilities and score gradients are therefore written to
+scratch buffers, for as many rows at a time as fit, in 16 bits for 16-bit inputs, which are factors
+of these products::
 
     dV += P^T dO        dX_t += dA Y_t        dY_t += dA^T X_t
 
-In total there are ``3 T + 2`` products for each tile, where dense attention has 5. Rows i and keys j index the tensors,
-including left padding, which holds zeros and is masked.
+In total there are ``3 T + 2`` products for each tile, where dense attention has 5. Rows i and keys
+j index the tensors, including left padding, which holds zeros and is masked.
 
 Grid: (row tile and span of keys, head of a sequence).
 """
@@ -27,7 +28,12 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
-from msattn.kernels.common.score_products import matmul_accumulate, matmul_accumulate_transposed, reach, row_chunks
+from msattn.kernels.common.score_products import (
+    matmul_accumulate,
+    matmul_accumulate_transposed,
+    reach,
+    row_chunks,
+)
 from msattn.kernels.conv_attention.forward import (
     ScoreFactors,
     apply_band_and_mask,
@@ -50,25 +56,31 @@ def conv_attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Returns the fp32 gradients of the factors x and y, of v, and of the band, if there is one, in their layouts.
+    """Returns the fp32 gradients of the factors x and y, of v, and of the band, if there is one, in
+    their layouts.
 
     ``row_delta [B, H, N]`` is ``rowsum(dO * O)``.
     """
     dx, dy, dv = (
-        torch.zeros_like(z, dtype=torch.float32, memory_format=torch.contiguous_format) for z in (factors.x, factors.y, v)
+        torch.zeros_like(z, dtype=torch.float32, memory_format=torch.contiguous_format)
+        for z in (factors.x, factors.y, v)
     )
     dband = None if factors.band is None else torch.zeros_like(factors.band)
     batch, heads, num_queries, head = dout.shape
     num_keys, tile = v.shape[2], factors.tile("conv_attention_scores")
     span = tile.keys * TILES_PER_PROGRAM
     spans = triton.cdiv(num_keys, span)
-    for rows, (probs, dscores) in row_chunks(factors.x, factors.y, v.dtype, 2, MIN_ROWS, causal, kv_start):
-        _score_gradient_kernel[(triton.cdiv(rows.end - rows.begin, tile.rows) * spans, batch * heads)](
+    for rows, (probs, dscores) in row_chunks(
+        factors.x, factors.y, v.dtype, 2, MIN_ROWS, causal, kv_start
+    ):
+        _score_gradient_kernel[(triton.cdiv(rows.end - rows.begin, tile.rows) * spans,
+            batch * heads)](
             tile_view(factors.x, tile.rows), tile_view(factors.y, tile.keys),
             tile_view(dout, tile.rows), tile_view(v, tile.keys),
             lse, row_delta, factors.band, dband, probs, dscores, kv_start,
             probs.stride(1), probs.stride(2), parent_heads(lse),
-            heads, heads // v.shape[1], factors.terms, spans, num_queries, num_keys, rows.begin, rows.end, rows.offset,
+            heads, heads // v.shape[1], factors.terms, spans, num_queries, num_keys, rows.begin,
+            rows.end, rows.offset,
             factors.width, scale, scale * LOG2_E,
             COLS=padded_head(head), BM=tile.rows, BN=tile.keys, SPAN=span, REACH=reach(v),
             RESIDENT=factors.resident, CAUSAL=causal, PRECISION=precision(v.dtype),
@@ -86,16 +98,20 @@ def conv_attention_backward(
     ]
 )  # fmt: skip
 def _score_gradient_kernel(
-    x_desc, y_desc, do_desc, v_desc, lse_ptr, row_delta_ptr, band_ptr, dband_ptr, probs_ptr, dscores_ptr, kv_start_ptr,
+    x_desc, y_desc, do_desc, v_desc, lse_ptr, row_delta_ptr, band_ptr, dband_ptr, probs_ptr,
+    dscores_ptr, kv_start_ptr,
     stride_h, stride_n, stat_heads,
     heads, group, terms, spans, num_queries, num_keys, begin, end, offset, width, scale, scale2,
     COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr, REACH: tl.constexpr,
     RESIDENT: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes P and dS of a row tile and a span of keys. Gradients within the band go to ``dband`` and are 0 in ``dscores``."""
+    """Writes P and dS of a row tile and a span of keys. Gradients within the band go to ``dband``
+    and are 0 in ``dscores``.
+    """
     b, h = tl.program_id(1) // heads, tl.program_id(1) % heads
     i0, start = begin + tl.program_id(0) // spans * BM, tl.program_id(0) % spans * SPAN
-    last, full = num_keys, num_keys  # end of the keys to write, and of those that all rows see outside the band
+    # end of the keys to write, and of those that all rows see outside the band
+    last, full = num_keys, num_keys
     if CAUSAL:
         last = tl.minimum(num_keys, tl.minimum(i0 + BM, end) + offset + REACH)
         full = tl.minimum(num_keys, i0 + offset + 1 - width)
@@ -121,7 +137,8 @@ def _score_gradient_kernel(
         if needs_mask:
             s = apply_band_and_mask(s, band_ptr, i, exists, i, j, num_keys, offset, width, CAUSAL)
             s = tl.where(exists[:, None] & (j >= first_key)[None, :], s, float("-inf"))
-        p = tl.where(s == float("-inf"), 0.0, tl.exp2(s * scale2 - lse2[:, None]))  # also in rows that are NaN
+        # also in rows that are NaN
+        p = tl.where(s == float("-inf"), 0.0, tl.exp2(s * scale2 - lse2[:, None]))
         inside = (i < end)[:, None] & (j < num_keys)[None, :]
         tl.store(probs_ptr + (rows + j[None, :]), p.to(probs_ptr.dtype.element_ty), mask=inside)
         v = load_tile(v_desc, b, h // group, j0, BN, COLS)
@@ -132,6 +149,12 @@ def _score_gradient_kernel(
             if dband_ptr is not None:
                 distance = i[:, None] + offset - j[None, :]
                 near = (distance >= 0) & (distance < width)
-                tl.store(dband_ptr + band + (i[:, None] * width + distance), ds, mask=near & exists[:, None])
+                tl.store(
+                    dband_ptr + band + (i[:, None] * width + distance),
+                    ds,
+                    mask=near & exists[:, None],
+                )
                 ds = tl.where(near, 0.0, ds)
-        tl.store(dscores_ptr + (rows + j[None, :]), ds.to(dscores_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            dscores_ptr + (rows + j[None, :]), ds.to(dscores_ptr.dtype.element_ty), mask=inside
+        )

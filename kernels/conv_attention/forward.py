@@ -1,17 +1,20 @@
 """Forward pass of conv_attention: scores ``A_h = sum over t < T of X_t Y_t^T``.
 
-Convolved scores have this form if the weights are applied to the keys (:mod:`msattn.kernels.conv_attention.operation`):
+Convolved scores have this form if the weights are applied to the keys
+(:mod:`msattn.kernels.conv_attention.operation`):
 
     X_t = queries of head h, shifted by T - 1 - t rows       ``x [B, H, N, D]``
     Y_t = keys prepared for head h and term t                ``y [B, H * T, M, D]``
 
-The kernel is FlashAttention with an inner loop over terms: ``(T + 1) / 2`` times the work of dense attention, all of it on
-tensor cores. Scores of the last w keys up to the query are read from ``band [B, H, N, w]`` instead, if given. Without a
-causal mask all queries contribute to scores, including the padding, where X must be 0.
+The kernel is FlashAttention with an inner loop over terms: ``(T + 1) / 2`` times the work of dense
+attention, all of it on tensor cores. Scores of the last w keys up to the query are read from
+``band [B, H, N, w]`` instead, if given. Without a causal mask all queries contribute to scores,
+including the padding, where X must be 0.
 
-A tile of scores needs T tiles of queries and T of keys, and L2 bandwidth is the bottleneck. If the queries of all terms fit in
-shared memory together with the keys, a program loads them once and keeps them there (*resident* queries); the loop over terms
-is then unrolled, and the keys of the next tile are prefetched.
+A tile of scores needs T tiles of queries and T of keys, and L2 bandwidth is the bottleneck. If the
+queries of all terms fit in shared memory together with the keys, a program loads them once and
+keeps them there (*resident* queries); the loop over terms is then unrolled, and the keys of the
+next tile are prefetched.
 
 Grid: one dimension, ordered by group of heads, row tile and head.
 """
@@ -39,7 +42,8 @@ from msattn.kernels.common.primitives import (
     tuned_tile,
 )
 
-# Largest size of a query row times terms with which queries and keys fit in shared memory, also in the backward pass.
+# Largest size of a query row times terms with which queries and keys fit in shared memory, also in
+# the backward pass.
 RESIDENT_BYTES = 384
 L2_BYTES = 2**25  # L2 cache for the keys and values that concurrent programs share
 
@@ -79,7 +83,13 @@ def kv_slices(kv_heads: int, elements: int) -> list[slice]:
 
 
 def conv_attention_forward(
-    factors: ScoreFactors, v: Tensor, out: Tensor, lse: Tensor, kv_start: Tensor | None, causal: bool, scale: float
+    factors: ScoreFactors,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    kv_start: Tensor | None,
+    causal: bool,
+    scale: float,
 ) -> None:
     """Writes attention from score factors and ``v [B, Hkv, M, D]``.
 
@@ -94,7 +104,8 @@ def conv_attention_forward(
     _conv_attention_kernel[(batch * heads * row_blocks,)](
         tile_view(factors.x, tile.rows), tile_view(factors.y, tile.keys), tile_view(v, tile.keys),
         out, lse, factors.band, kv_start, *out.stride()[:3], parent_heads(lse),
-        heads // kv_heads, heads, batch * heads, l2_heads, factors.terms, num_queries, num_keys, row_blocks,
+        heads // kv_heads, heads, batch * heads, l2_heads, factors.terms, num_queries, num_keys,
+        row_blocks,
         query_offset(num_queries, num_keys, causal), factors.width, scale * LOG2_E,
         HEAD=head, COLS=cols, BM=tile.rows, BN=tile.keys, RESIDENT=factors.resident,
         CAUSAL=causal, PRECISION=precision(v.dtype),
@@ -108,7 +119,9 @@ def parent_heads(x: Tensor) -> int:
 
 
 @triton.jit
-def load_resident_queries(x_desc, b, h, row, RESIDENT: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr):
+def load_resident_queries(
+    x_desc, b, h, row, RESIDENT: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr
+):
     """Loads the query tiles of all terms; the last term starts at ``row``."""
     xs = ()
     for term in tl.static_range(RESIDENT):  # type: ignore[misc]
@@ -119,7 +132,8 @@ def load_resident_queries(x_desc, b, h, row, RESIDENT: tl.constexpr, COLS: tl.co
 @triton.jit(do_not_specialize=["terms"])
 def sum_products(
     xs, x_desc, y_desc, b, h, row, key, terms,
-    RESIDENT: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
+    RESIDENT: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Computes scores ``[BM, BN]``, summed over terms, from ``row`` and ``key`` on.
 
@@ -139,15 +153,20 @@ def sum_products(
 
 
 @triton.jit
-def apply_band_and_mask(s, band_ptr, row, exists, t, u, num_keys, delta, width, CAUSAL: tl.constexpr):
+def apply_band_and_mask(
+    s, band_ptr, row, exists, t, u, num_keys, delta, width, CAUSAL: tl.constexpr
+):
     """Inserts the scores of the band, then masks keys that do not exist or are later.
 
-    ``row`` is the row of query ``t [BM]`` in the band of a head, ``band_ptr`` ``[N, w]``, if the query ``exists``.
+    ``row`` is the row of query ``t [BM]`` in the band of a head, ``band_ptr`` ``[N, w]``, if the
+    query ``exists``.
     """
     if band_ptr is not None:
         distance = t[:, None] + delta - u[None, :]
         near = (distance >= 0) & (distance < width)
-        banded = tl.load(band_ptr + (row[:, None] * width + distance), mask=near & exists[:, None], other=0.0)
+        banded = tl.load(
+            band_ptr + (row[:, None] * width + distance), mask=near & exists[:, None], other=0.0
+        )
         s = tl.where(near, banded, s)
     return mask_scores(s, t, u, num_keys, delta, CAUSAL)
 
@@ -160,18 +179,23 @@ def apply_band_and_mask(s, band_ptr, row, exists, t, u, num_keys, delta, width, 
 def _conv_attention_kernel(
     x_desc, y_desc, v_desc, out_ptr, lse_ptr, band_ptr, kv_start_ptr,
     stride_b, stride_h, stride_n, lse_heads,
-    group, heads, all_heads, l2_heads, terms, num_queries, num_keys, row_blocks, offset, width, scale2,
-    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RESIDENT: tl.constexpr,
+    group, heads, all_heads, l2_heads, terms, num_queries, num_keys, row_blocks, offset, width,
+    scale2,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    RESIDENT: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # Programs of l2_heads heads, whose keys fit in L2, are adjacent; the longest rows come first to balance the load.
+    # Programs of l2_heads heads, whose keys fit in L2, are adjacent; the longest rows come first to
+    # balance the load.
     pid = tl.program_id(0)
     first_head = pid // (l2_heads * row_blocks) * l2_heads
     pid -= first_head * row_blocks
     l2_heads = tl.minimum(l2_heads, all_heads - first_head)
     r = row_blocks - 1 - pid // l2_heads
     h, b = (first_head + pid % l2_heads) % heads, (first_head + pid % l2_heads) // heads
-    first_key, first_query, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
+    first_key, first_query, keys, queries, delta = sequence_span(
+        kv_start_ptr, b, num_queries, num_keys, offset
+    )
     t0 = r * BM
     t = t0 + tl.arange(0, BM)
     last, full = keys, keys // BN  # end of the visible keys; number of full tiles outside the band
@@ -189,10 +213,21 @@ def _conv_attention_kernel(
     xs = load_resident_queries(x_desc, b, h, row, RESIDENT, COLS, BM)
     for n in tl.range(0, tiles):  # type: ignore[misc]
         u0 = n * BN
-        s = sum_products(xs, x_desc, y_desc, b, h, row, first_key + u0, terms, RESIDENT, COLS, BM, BN, PRECISION)
+        s = sum_products(
+            xs, x_desc, y_desc, b, h, row, first_key + u0, terms, RESIDENT, COLS, BM, BN, PRECISION
+        )
         if n >= full:
             s = apply_band_and_mask(
-                s, band_ptr, first_query + t, t < queries, t, u0 + tl.arange(0, BN), keys, delta, width, CAUSAL
+                s,
+                band_ptr,
+                first_query + t,
+                t < queries,
+                t,
+                u0 + tl.arange(0, BN),
+                keys,
+                delta,
+                width,
+                CAUSAL,
             )
         v = load_tile(v_desc, b, h // group, first_key + u0, BN, COLS)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)

@@ -1,25 +1,31 @@
 """Attention with scores convolved along queries and keys (Multi-Token Attention).
 
-This is the key-query convolution of the paper, with one kernel ``W [c_q, c_k]`` for each head. With ``p = (c_k - 1) // 2`` and
-scores that count as 0 where the key comes after the query of the score (``mask="query"``) or of the output (``mask="key"``)::
+This is the key-query convolution of the paper, with one kernel ``W [c_q, c_k]`` for each head. With
+``p = (c_k - 1) // 2`` and scores that count as 0 where the key comes after the query of the score
+(``mask="query"``) or of the output (``mask="key"``)::
 
-    S = scale * Q K^T           A[i, j] = sum_{a < c_q, c < c_k} W[a, c] S[i - (c_q - 1) + a, j - p + c]
+    S = scale * Q K^T
+    A[i, j] = sum_{a < c_q, c < c_k} W[a, c] S[i - (c_q - 1) + a, j - p + c]
     out_i = softmax over keys j (j <= i if causal) of A[i, j], times v_j
 
-A convolution on CUDA cores takes 66 multiply-adds for each score with the 6 x 11 kernels of the paper. For D = 128 that takes
-three times as long as dense attention even at their peak rate, and adjacent tiles would have to exchange scores. If the weights
-are applied to the operands instead, all work is in matrix products. Applied to the queries, with a sum over the c_k columns,
-it is 6 times that of dense attention; applied to the keys, with a sum over the c_q rows, ``(c_q + 1) / 2 = 3.5`` times. The
-latter is used here (see :mod:`msattn.kernels.conv_attention.forward`)::
+A convolution on CUDA cores takes 66 multiply-adds for each score with the 6 x 11 kernels of the
+paper. For D = 128 that takes three times as long as dense attention even at their peak rate, and
+adjacent tiles would have to exchange scores. If the weights are applied to the operands instead,
+all work is in matrix products. Applied to the queries, with a sum over the c_k columns, it is 6
+times that of dense attention; applied to the keys, with a sum over the c_q rows,
+``(c_q + 1) / 2 = 3.5`` times. The latter is used here (see
+:mod:`msattn.kernels.conv_attention.forward`)::
 
     A[i, j] = sum_a q[i - (c_q - 1) + a] . y_a[j]           y_a[j] = sum_c W[a, c] k[j - p + c]
 
-The prepared keys y are c_q copies of the keys for each query head; they are computed for as many heads at a time as fit into 1
-GiB in 16 bits. The backward pass takes ``3 c_q + 2 = 20`` products, 4 times the 5 of dense attention.
+The prepared keys y are c_q copies of the keys for each query head; they are computed for as many
+heads at a time as fit into 1 GiB in 16 bits. The backward pass takes ``3 c_q + 2 = 20`` products, 4
+times the 5 of dense attention.
 
-Scores that count as 0 occur only within w keys of the diagonal. There A is computed separately, from the scores that count, as
-a band of w numbers for each query (:mod:`msattn.kernels.conv_attention.band`). Later keys therefore have no influence on a
-query, not even through rounding.
+Scores that count as 0 occur only within w keys of the diagonal. There A is computed separately,
+from the scores that count, as a band of w numbers for each query
+(:mod:`msattn.kernels.conv_attention.band`). Later keys therefore have no influence on a query, not
+even through rounding.
 """
 
 import torch
@@ -67,20 +73,23 @@ def conv_attention(
     Parameters
     ----------
     q : Tensor ``[B, Hq, N, D]``
-        Queries, fp32, fp16 or bf16 (fp64 on the torch backend). Non-contiguous views are supported. With fewer queries than
-        keys, the missing earlier queries count as 0.
+        Queries, fp32, fp16 or bf16 (fp64 on the torch backend). Non-contiguous views are supported.
+        With fewer queries than keys, the missing earlier queries count as 0.
     k, v : Tensor ``[B, Hkv, M, D]``
         Keys and values; query head h reads head ``h // (Hq // Hkv)``.
     weight : Tensor ``[Hq, c_q, c_k]``
-        Kernel of each head, up to 32 x 32, in the dtype of q or fp32. Row ``c_q - 1`` is the current query, column
-        ``(c_k - 1) // 2`` the current key: 1 there and 0 elsewhere gives plain attention.
+        Kernel of each head, up to 32 x 32, in the dtype of q or fp32. Row ``c_q - 1`` is the
+        current query, column ``(c_k - 1) // 2`` the current key: 1 there and 0 elsewhere gives
+        plain attention.
     causal : bool
         Query i has position ``M - N + i`` and sees no key after it.
     mask : {"query", "key"}
-        Scores that count as 0 in the convolution, if causal. ``query``: those whose key comes after their *own* query, as in
-        the paper's implementation. ``key``: those whose key comes after the query of the *output*, as in the formula printed in
-        the paper, so that scores of earlier queries with later keys enter, too. With several rows in the kernel these are
-        different functions; with one row they are the same. A kernel trained with one should not be used with the other.
+        Scores that count as 0 in the convolution, if causal. ``query``: those whose key comes after
+        their *own* query, as in the paper's implementation. ``key``: those whose key comes after
+        the query of the *output*, as in the formula printed in the paper, so that scores of earlier
+        queries with later keys enter, too. With several rows in the kernel these are different
+        functions; with one row they are the same. A kernel trained with one should not be used with
+        the other.
     scale : float, optional
         Positive factor of the scores; ``D ** -0.5`` by default.
     kv_start : Tensor int32 ``[B]``, optional
@@ -107,11 +116,19 @@ def conv_attention(
 
 
 def launch(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, kv_start: Tensor | None, causal: bool, scale: float, mask: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    kv_start: Tensor | None,
+    causal: bool,
+    scale: float,
+    mask: str,
 ) -> tuple[Tensor, Tensor]:
     """Launches the forward kernels.
 
-    It processes as many key/value heads at a time as :data:`score_products.SCRATCH_ELEMENTS` allows.
+    It processes as many key/value heads at a time as :data:`score_products.SCRATCH_ELEMENTS`
+    allows.
     """
     q, k, v = zero_padding(kv_start, causal, (q,), (k, v))
     check_layout(q=q, k=k, v=v)
@@ -121,7 +138,9 @@ def launch(
     for kv in kv_slices(k.shape[1], group * weight.shape[1] * k[:, 0].numel()):
         heads = slice(kv.start * group, kv.stop * group)
         _, factors = _prepare(q[:, heads], k[:, kv], weight[heads], kv_start, causal, mask)
-        conv_attention_forward(factors, v[:, kv], out[:, heads], lse[:, heads], kv_start, causal, scale)
+        conv_attention_forward(
+            factors, v[:, kv], out[:, heads], lse[:, heads], kv_start, causal, scale
+        )
     return out, lse
 
 
@@ -175,5 +194,9 @@ def _prepare(
 
 
 _operator, _backward_operator = register_attention(
-    "conv_attention", launch, launch_backward, reference.conv_attention_forward, reference.conv_attention_backward
+    "conv_attention",
+    launch,
+    launch_backward,
+    reference.conv_attention_forward,
+    reference.conv_attention_backward,
 )

@@ -1,6 +1,7 @@
 """Attention of a few queries over a long cache (flash decoding): the operation.
 
-    s_ij = score_mod(scale * q_i k_j), -inf where i does not see j        out_i = softmax_j(s_ij) v_j
+    s_ij = score_mod(scale * q_i k_j), -inf where i does not see j        out_i = softmax_j(s_ij)
+    v_j
 
 The kernels are those of :mod:`msattn.kernels.common.dense_decode`.
 """
@@ -46,19 +47,20 @@ def flash_decode(
     Parameters
     ----------
     q : Tensor ``[B, Hq, N, D]``
-        Queries of the newest N tokens, at positions ``kv_len - N`` to ``kv_len - 1``; fp32, fp16 or bf16 (fp64 on the torch
-        backend). Fast for 1 to 16 queries, correct for any number.
+        Queries of the newest N tokens, at positions ``kv_len - N`` to ``kv_len - 1``; fp32, fp16 or
+        bf16 (fp64 on the torch backend). Fast for 1 to 16 queries, correct for any number.
     k, v : Tensor ``[B, Hkv, M, D]``
         The cache; query head h reads head ``h // (Hq // Hkv)``. Strided views are not copied.
     variant : {"partial", "global"}
-        "partial" keeps a row maximum per split and rescales when splits are merged; "global" finds the row maxima of all splits
-        in a first pass over the keys. Both are exact.
+        "partial" keeps a row maximum per split and rescales when splits are merged; "global" finds
+        the row maxima of all splits in a first pass over the keys. Both are exact.
     causal : bool
-        If True, a query sees no key after itself, as for speculative decoding; else all queries see all keys.
+        If True, a query sees no key after itself, as for speculative decoding; else all queries see
+        all keys.
     score_mod : ScoreMod, optional
-        Modifies the scaled scores before masking. :mod:`msattn.kernels.flash_decode.score_mod` has softcap, alibi and
-        sliding_window; :class:`msattn.kernels.types.ScoreMod` describes custom ones, which break the graph under
-        ``torch.compile``.
+        Modifies the scaled scores before masking. :mod:`msattn.kernels.flash_decode.score_mod` has
+        softcap, alibi and sliding_window; :class:`msattn.kernels.types.ScoreMod` describes custom
+        ones, which break the graph under ``torch.compile``.
     scale : float, optional
         Factor of the scores, positive; ``D ** -0.5`` by default.
     kv_start : Tensor int32 ``[B]``, optional
@@ -66,21 +68,22 @@ def flash_decode(
     kv_len : Tensor int32 ``[B]``, optional
         Number of filled positions among the M, padding included; all by default.
     splits : int, optional
-        Number of parts that the keys are divided into; by default chosen from shapes and GPU, so that a captured CUDA graph
-        serves any length.
+        Number of parts that the keys are divided into; by default chosen from shapes and GPU, so
+        that a captured CUDA graph serves any length.
     backend : {"triton", "torch"}, optional
         By default Triton for CUDA tensors, the reference for CPU tensors.
 
     Returns
     -------
     SparseAttention
-        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]`` (natural logarithm, fp32); 0 and -inf for queries without visible keys.
+        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]`` (natural logarithm, fp32); 0 and -inf for queries
+        without visible keys.
 
     Raises
     ------
     ValueError
-        If an argument is invalid. The values of ``kv_start`` and ``kv_len`` are checked only by the reference; the kernel
-        reads only inside the cache for any values.
+        If an argument is invalid. The values of ``kv_start`` and ``kv_len`` are checked only by the
+        reference; the kernel reads only inside the cache for any values.
     NotImplementedError
         In the backward pass, as the operation is for inference.
     """
@@ -92,14 +95,21 @@ def flash_decode(
     for n, x in enumerate(score_mod.tensors if score_mod else ()):
         check_device(f"score_mod.tensors[{n}]", x, "q", q)
     if score_mod and score_mod.built_in == "alibi" and score_mod.tensors[0].shape != q.shape[1:2]:
-        raise ValueError(f"score_mod: alibi has {len(score_mod.tensors[0])} slopes, expected {q.shape[1]}, one per head")
+        raise ValueError(
+            f"score_mod: alibi has {len(score_mod.tensors[0])} slopes, expected {q.shape[1]}, one "
+            f"per head"
+        )
     scale = resolve_scale(scale, q.shape[3])
     backend = resolve_backend(backend, q)
     options = (kv_start, kv_len, variant, causal, scale, splits, backend)
     if score_mod is not None and not score_mod.built_in:
         return SparseAttention(*_run_with_custom_mod(q, k, v, score_mod, *options))  # type: ignore[call-arg]
-    name, tensors, numbers = (score_mod.built_in, score_mod.tensors, score_mod.numbers) if score_mod else ("", (), ())
-    return SparseAttention(*_operator(q, k, v, name, list(tensors), [float(x) for x in numbers], *options))
+    name, tensors, numbers = (
+        (score_mod.built_in, score_mod.tensors, score_mod.numbers) if score_mod else ("", (), ())
+    )
+    return SparseAttention(
+        *_operator(q, k, v, name, list(tensors), [float(x) for x in numbers], *options)
+    )
 
 
 @torch.library.custom_op("msattn::flash_decode", mutates_args=())
@@ -141,13 +151,22 @@ class _WithCustomMod(torch.autograd.Function):
 
 
 def _run_with_custom_mod(*arguments) -> tuple[Tensor, Tensor]:
-    """Runs the kernels without a custom operator, whose schema cannot hold functions, and outside compiled graphs."""
-    # As a decorator, torch.compiler.disable would import the compiler, which takes seconds, whenever this module is imported.
-    run = torch.compiler.disable(_WithCustomMod.apply) if torch.compiler.is_compiling() else _WithCustomMod.apply
+    """Runs the kernels without a custom operator, whose schema cannot hold functions, and outside
+    compiled graphs.
+    """
+    # As a decorator, torch.compiler.disable would import the compiler, which takes seconds,
+    # whenever this module is imported.
+    run = (
+        torch.compiler.disable(_WithCustomMod.apply)
+        if torch.compiler.is_compiling()
+        else _WithCustomMod.apply
+    )
     return run(*arguments)  # type: ignore[return-value]
 
 
-def _run(q, k, v, score_mod, kv_start, kv_len, variant, causal, scale, splits, backend) -> tuple[Tensor, Tensor]:
+def _run(
+    q, k, v, score_mod, kv_start, kv_len, variant, causal, scale, splits, backend
+) -> tuple[Tensor, Tensor]:
     if backend == "triton":
         with torch.cuda.device_of(q):
             return launch(q, k, v, score_mod, kv_start, kv_len, variant, causal, scale, splits)

@@ -4,8 +4,9 @@
     alibi(slopes)       s + slopes[h] * (j - i)
     sliding_window(w)   s where j > i - w, else -inf
 
-Each has a Triton function of tiles, and a PyTorch function for the reference. The schema of a custom operator cannot hold
-functions: built-in modifications are passed to it by name, and :func:`built_in` restores them.
+Each has a Triton function of tiles, and a PyTorch function for the reference. The schema of a
+custom operator cannot hold functions: built-in modifications are passed to it by name, and
+:func:`built_in` restores them.
 """
 
 import math
@@ -48,7 +49,9 @@ def alibi(slopes: Tensor) -> ScoreMod:
         If ``slopes`` is not an fp32 vector.
     """
     if slopes.dtype != torch.float32 or slopes.dim() != 1:
-        raise ValueError(f"slopes is {slopes.dtype} {tuple(slopes.shape)}: expected float32 [query heads]")
+        raise ValueError(
+            f"slopes is {slopes.dtype} {tuple(slopes.shape)}: expected float32 [query heads]"
+        )
     return ScoreMod(_alibi_kernel, _alibi, tensors=(slopes.contiguous(),), built_in="alibi")
 
 
@@ -64,12 +67,18 @@ def sliding_window(width: int) -> ScoreMod:
     """
     if width < 1 or width != int(width):
         raise ValueError(f"width={width!r}: expected an integer of at least 1")
-    return ScoreMod(_window_kernel, _window, numbers=(int(width),), window=int(width), built_in="sliding_window")
+    return ScoreMod(
+        _window_kernel, _window, numbers=(int(width),), window=int(width), built_in="sliding_window"
+    )
 
 
 def built_in(name: str, tensors: Sequence[Tensor], numbers: Sequence[float]) -> ScoreMod:
     """Restores the modification of that name from its tensors and numbers."""
-    constructors: dict[str, Callable[..., ScoreMod]] = {"softcap": softcap, "alibi": alibi, "sliding_window": sliding_window}
+    constructors: dict[str, Callable[..., ScoreMod]] = {
+        "softcap": softcap,
+        "alibi": alibi,
+        "sliding_window": sliding_window,
+    }
     return constructors[name](*tensors, *numbers)
 
 

@@ -3,9 +3,9 @@
     out_h = softmax over keys j of A_h, times V_(h // group)
     dV_z += sum over heads h of group z of P_h^T dO_h        dA_h = P_h * (dO_h V^T - row_delta)
 
-Scores ``[B, H, rows, M]`` are scaled, in base e; V and dO are 0 before the start of a sequence. The gradient overwrites the
-scores, in the dtype of V. A program of the backward kernel owns a tile of keys and iterates over the rows and heads that see
-it. Grid: (tile, head, sequence).
+Scores ``[B, H, rows, M]`` are scaled, in base e; V and dO are 0 before the start of a sequence. The
+gradient overwrites the scores, in the dtype of V. A program of the backward kernel owns a tile of
+keys and iterates over the rows and heads that see it. Grid: (tile, head, sequence).
 """
 
 from torch import Tensor
@@ -37,7 +37,8 @@ def materialized_attention(scores: Tensor, v: Tensor, out: Tensor, lse: Tensor, 
     cols, num_keys = padded_head(head), v.shape[2]
     tile = tuned_tile("materialized_attention", v)
     _materialized_attention_kernel[(triton.cdiv(rows.end - rows.begin, tile.rows), heads, batch)](
-        tile_view(scores, tile.rows, tile.keys), tile_view(v, tile.keys), out, lse, rows.kv_start, *out.stride()[:3],
+        tile_view(scores, tile.rows, tile.keys), tile_view(v, tile.keys), out, lse, rows.kv_start,
+        *out.stride()[:3],
         heads // v.shape[1], num_queries, num_keys, rows.begin, rows.end, rows.offset,
         HEAD=head, COLS=cols, BM=tile.rows, BN=tile.keys,
         CAUSAL=rows.causal, PRECISION=precision(v.dtype),
@@ -55,7 +56,8 @@ def _materialized_attention_kernel(
     row, h, b = tl.program_id(0) * BM, tl.program_id(1), tl.program_id(2)
     first_key, first_query, _, _, _ = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
     i = begin + row + tl.arange(0, BM)
-    last, full = num_keys, num_keys  # end of the keys that some query of the tile sees, and of those that all see
+    # end of the keys that some query of the tile sees, and of those that all see
+    last, full = num_keys, num_keys
     if CAUSAL:
         last = tl.minimum(num_keys, tl.minimum(begin + row + BM, end) + offset)
         full = tl.minimum(num_keys, begin + row + offset + 1)
@@ -80,15 +82,17 @@ def materialized_attention_backward(
 ) -> Tensor:
     """Overwrites the scores by their gradient, and adds to fp32 ``dv [B, Hkv, M, D]``.
 
-    Returns the gradient, a view of ``scores``. It is 0 in the :func:`~msattn.kernels.common.score_products.reach` keys past
-    the causal limit of a query. ``lse`` and ``row_delta`` (``rowsum(dO * O)`` less the gradient of the LSE) are contiguous
+    Returns the gradient, a view of ``scores``. It is 0 in the
+    :func:`~msattn.kernels.common.score_products.reach` keys past the causal limit of a query.
+    ``lse`` and ``row_delta`` (``rowsum(dO * O)`` less the gradient of the LSE) are contiguous
     ``[B, H, N]``.
     """
     batch, kv_heads, num_keys, head = v.shape
     cols, dscores = padded_head(head), scores.view(v.dtype)
     tile = tuned_tile("materialized_attention_backward", v)
     _materialized_attention_backward_kernel[(triton.cdiv(num_keys, tile.keys), kv_heads, batch)](
-        tile_view(scores, tile.rows, tile.keys), tile_view(dout, tile.rows), tile_view(v, tile.keys),
+        tile_view(scores, tile.rows, tile.keys), tile_view(dout, tile.rows),
+        tile_view(v, tile.keys),
         lse, row_delta, dscores, dv, rows.kv_start, *scores.stride()[:3],
         dout.shape[1] // kv_heads, dout.shape[2], num_keys, rows.begin, rows.end, rows.offset,
         HEAD=head, COLS=cols, BM=tile.rows, BN=tile.keys, REACH=reach(v),
@@ -100,7 +104,8 @@ def materialized_attention_backward(
 
 @triton.jit(do_not_specialize=["group", "begin", "end"])
 def _materialized_attention_backward_kernel(
-    s_desc, do_desc, v_desc, lse_ptr, row_delta_ptr, dscores_ptr, dv_ptr, kv_start_ptr, stride_b, stride_h, stride_n,
+    s_desc, do_desc, v_desc, lse_ptr, row_delta_ptr, dscores_ptr, dv_ptr, kv_start_ptr, stride_b,
+    stride_h, stride_n,
     group, num_queries, num_keys, begin, end, offset,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr,
     PADDED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -112,7 +117,8 @@ def _materialized_attention_backward_kernel(
     first = first_query
     if CAUSAL:
         first = tl.maximum(first, j0 - offset)
-    first = tl.maximum(first - begin - REACH, 0) // BM * BM  # includes the rows whose gradient must be set to 0
+    # includes the rows whose gradient must be set to 0
+    first = tl.maximum(first - begin - REACH, 0) // BM * BM
     tiles = tl.cdiv(tl.maximum(end - begin - first, 0), BM)
     v = load_tile(v_desc, b, kv_head, j0, BN, COLS)
     dv = tl.zeros([BN, COLS], tl.float32)
@@ -123,7 +129,9 @@ def _materialized_attention_backward_kernel(
         do = load_tile(do_desc, b, h, begin + row, BM, COLS)
         statistics = (b * tl.num_programs(1) * group + h).to(tl.int64) * num_queries
         lse2 = load_lse2(lse_ptr + statistics, i, end)
-        row_delta = tl.load(row_delta_ptr + statistics + i, mask=(i >= first_query) & (i < end), other=0.0)
+        row_delta = tl.load(
+            row_delta_ptr + statistics + i, mask=(i >= first_query) & (i < end), other=0.0
+        )
         p = tl.exp2(s * LOGITS_TO_BASE_2 - lse2[:, None])
         if CAUSAL and j0 + BN - 1 > begin + row + offset:
             p = tl.where(j[None, :] <= i[:, None] + offset, p, 0.0)
@@ -131,8 +139,12 @@ def _materialized_attention_backward_kernel(
             p = tl.where((j >= first_key)[None, :], p, 0.0)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)  # [BM, BN]
         ds = tl.where(p != 0, p * (dp - row_delta[:, None]), 0.0)  # row_delta may be NaN
-        rows_ptrs = dscores_ptr + h.to(tl.int64) * stride_h + (i - begin).to(tl.int64)[:, None] * stride_n
+        rows_ptrs = (
+            dscores_ptr + h.to(tl.int64) * stride_h + (i - begin).to(tl.int64)[:, None] * stride_n
+        )
         inside = (i < end)[:, None] & (j < num_keys)[None, :]
         tl.store(rows_ptrs + j[None, :], ds.to(dscores_ptr.dtype.element_ty), mask=inside)
         dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)
-    add_tile(dv_ptr, dv, b * tl.num_programs(1) + kv_head, j0, 0, num_keys, num_keys, HEAD, BN, COLS)
+    add_tile(
+        dv_ptr, dv, b * tl.num_programs(1) + kv_head, j0, 0, num_keys, num_keys, HEAD, BN, COLS
+    )

@@ -1,12 +1,14 @@
 """Materialized scores of head_mix_attention, and their mixing over heads.
 
     write_scores         S_h = scale * Q_h K_(h // group)^T            one tile for each program
-    mix_heads            A_h = sum over heads g of W[h, g] S_g         a matrix-vector product for each query and key
-    mix_heads_backward   dS_g = scale * sum over h of W[h, g] dA_h     and dW[h, g] = sum over all pairs of dA_h S_g
+    mix_heads            A_h = sum over heads g of W[h, g] S_g         a matrix-vector product for
+    each query and key mix_heads_backward   dS_g = scale * sum over h of W[h, g] dA_h     and
+    dW[h, g] = sum over all pairs of dA_h S_g
 
-For one query, a program of the last two loads a span of keys for all heads, ``[heads, BN]``, and multiplies it with the
-weight on tensor cores; both are limited by memory bandwidth. Matrices are ``[B, H, rows, M]``. Gradients are 0 where a query
-does not see a key, so that later kernels need no mask.
+For one query, a program of the last two loads a span of keys for all heads, ``[heads, BN]``, and
+multiplies it with the weight on tensor cores; both are limited by memory bandwidth. Matrices are
+``[B, H, rows, M]``. Gradients are 0 where a query does not see a key, so that later kernels need no
+mask.
 """
 
 import math
@@ -15,7 +17,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.primitives import load_tile, padded_head, precision, tile_view, tl, triton, tuned_tile
+from msattn.kernels.common.primitives import (
+    load_tile,
+    padded_head,
+    precision,
+    tile_view,
+    tl,
+    triton,
+    tuned_tile,
+)
 from msattn.kernels.common.score_products import Rows
 
 MAX_HEADS = 128  # limit: a program holds the weight, or its gradient, for all pairs of heads
@@ -37,7 +47,11 @@ def write_scores(q: Tensor, k: Tensor, scores: Tensor, rows: Rows, scale: float)
     batch, kv_heads, num_keys, head = k.shape
     cols = padded_head(head)
     tile = tuned_tile("head_mix_scores", q)
-    grid = triton.cdiv(rows.end - rows.begin, tile.rows) * triton.cdiv(num_keys, tile.keys), kv_heads, batch
+    grid = (
+        triton.cdiv(rows.end - rows.begin, tile.rows) * triton.cdiv(num_keys, tile.keys),
+        kv_heads,
+        batch,
+    )
     _score_kernel[grid](
         tile_view(q, tile.rows), tile_view(k, tile.keys), scores, *scores.stride()[:3],
         q.shape[1] // kv_heads, num_keys, rows.begin, rows.end, rows.offset, scale,
@@ -69,13 +83,19 @@ def _score_kernel(
     kv_head, b = tl.program_id(1), tl.program_id(2)
     i, j = i0 + tl.arange(0, BM), j0 + tl.arange(0, BN)
     inside = (i < end)[:, None] & (j < num_keys)[None, :]
-    scores_ptr += b.to(tl.int64) * stride_b + (i - begin).to(tl.int64)[:, None] * stride_n + j[None, :]
+    scores_ptr += (
+        b.to(tl.int64) * stride_b + (i - begin).to(tl.int64)[:, None] * stride_n + j[None, :]
+    )
     k = load_tile(k_desc, b, kv_head, j0, BN, COLS)
     for g in tl.range(0, group):  # type: ignore[misc]
         h = kv_head * group + g
         q = load_tile(q_desc, b, h, i0, BM, COLS)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
-        tl.store(scores_ptr + h.to(tl.int64) * stride_h, _cast_scores(s, scores_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            scores_ptr + h.to(tl.int64) * stride_h,
+            _cast_scores(s, scores_ptr.dtype.element_ty),
+            mask=inside,
+        )
 
 
 class MixTile(NamedTuple):
@@ -98,10 +118,15 @@ class MixTile(NamedTuple):
 def mix_tile(num_heads: int) -> MixTile:
     """Returns the tile of :func:`mix_heads`.
 
-    It has 8 KiB in 16 bits, or 16 KiB for 64 heads or more, where shared memory also holds a larger weight.
+    It has 8 KiB in 16 bits, or 16 KiB for 64 heads or more, where shared memory also holds a larger
+    weight.
     """
     heads = padded_head(num_heads)
-    return MixTile(heads, min(256, 4096 // heads), 32, 4) if heads < 64 else MixTile(heads, 8192 // heads, 32, 8)
+    return (
+        MixTile(heads, min(256, 4096 // heads), 32, 4)
+        if heads < 64
+        else MixTile(heads, 8192 // heads, 32, 8)
+    )
 
 
 def mix_backward_tile(num_heads: int) -> MixTile:
@@ -127,8 +152,10 @@ def mix_heads(scores: Tensor, weight: Tensor, mixed: Tensor, rows: Rows) -> None
 
 @triton.jit(do_not_specialize=["num_heads", "begin", "end"])
 def _mix_heads_kernel(
-    s_desc, weight_ptr, mixed_ptr, stride_b, stride_h, stride_n, num_heads, num_keys, begin, end, offset,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    s_desc, weight_ptr, mixed_ptr, stride_b, stride_h, stride_n, num_heads, num_keys, begin, end,
+    offset,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (span of rows and keys, sequence)."""
     j0, first, last, b = _program_span(num_keys, begin, end, offset, ROWS, BN, CAUSAL)
@@ -142,10 +169,16 @@ def _mix_heads_kernel(
         mixed = tl.dot(weight, s, input_precision=PRECISION)
         if CAUSAL:
             mixed = tl.where((j <= begin + row + offset)[None, :], mixed, 0.0)
-        tl.store(mixed_ptr + row.to(tl.int64) * stride_n, _cast_scores(mixed, mixed_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            mixed_ptr + row.to(tl.int64) * stride_n,
+            _cast_scores(mixed, mixed_ptr.dtype.element_ty),
+            mask=inside,
+        )
 
 
-def mix_heads_backward(scores: Tensor, dmixed: Tensor, weight: Tensor, rows: Rows, scale: float) -> Tensor:
+def mix_heads_backward(
+    scores: Tensor, dmixed: Tensor, weight: Tensor, rows: Rows, scale: float
+) -> Tensor:
     """Replaces gradients of mixed scores by those of the unscaled products.
 
     Returns the gradient of the weight, fp32 ``[H, H]``.
@@ -153,9 +186,12 @@ def mix_heads_backward(scores: Tensor, dmixed: Tensor, weight: Tensor, rows: Row
     num_heads = scores.shape[1]
     tile = mix_backward_tile(num_heads)
     heads, keys = tile.heads, tile.keys
-    dweight = scores.new_empty((math.prod(tile.grid(scores)), num_heads, num_heads), dtype=torch.float32)
+    dweight = scores.new_empty(
+        (math.prod(tile.grid(scores)), num_heads, num_heads), dtype=torch.float32
+    )
     _mix_heads_backward_kernel[tile.grid(scores)](
-        tile_view(scores, 1, keys, heads), tile_view(dmixed, 1, keys, heads), weight, dmixed, dweight,
+        tile_view(scores, 1, keys, heads), tile_view(dmixed, 1, keys, heads), weight, dmixed,
+        dweight,
         *dmixed.stride()[:3], num_heads, scores.shape[3], rows.begin, rows.end, rows.offset, scale,
         HEADS=heads, ROWS=tile.rows, BN=keys, CAUSAL=rows.causal, PRECISION=precision(dmixed.dtype),
         num_warps=tile.warps, num_stages=3,
@@ -165,16 +201,20 @@ def mix_heads_backward(scores: Tensor, dmixed: Tensor, weight: Tensor, rows: Row
 
 @triton.jit(do_not_specialize=["num_heads", "begin", "end"])
 def _mix_heads_backward_kernel(
-    s_desc, da_desc, weight_ptr, da_ptr, dweight_ptr, stride_b, stride_h, stride_n, num_heads, num_keys, begin, end, offset,
+    s_desc, da_desc, weight_ptr, da_ptr, dweight_ptr, stride_b, stride_h, stride_n, num_heads,
+    num_keys, begin, end, offset,
     scale,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid: (span of rows and keys, sequence)."""
     j0, first, last, b = _program_span(num_keys, begin, end, offset, ROWS, BN, CAUSAL)
     h, j = tl.arange(0, HEADS), j0 + tl.arange(0, BN)
     inside = (h < num_heads)[:, None] & (j < num_keys)[None, :]
     da_ptr += b.to(tl.int64) * stride_b + h.to(tl.int64)[:, None] * stride_h + j[None, :]
-    transposed = _load_weight(weight_ptr, h[None, :], h[:, None], num_heads, da_ptr.dtype.element_ty)
+    transposed = _load_weight(
+        weight_ptr, h[None, :], h[:, None], num_heads, da_ptr.dtype.element_ty
+    )
     dweight = tl.zeros([HEADS, HEADS], tl.float32)
     for n in tl.range(0, last - first):  # type: ignore[misc]
         row = first + n
@@ -190,7 +230,9 @@ def _mix_heads_backward_kernel(
 
 
 @triton.jit
-def _program_span(num_keys, begin, end, offset, ROWS: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
+def _program_span(
+    num_keys, begin, end, offset, ROWS: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr
+):
     """Returns the first key, the rows ``[first, last)`` that see it, and the sequence.
 
     Rows are counted from ``begin``.

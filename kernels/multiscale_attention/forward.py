@@ -1,24 +1,30 @@
 """Multi-scale attention (multi-scale KV pooling), forward pass.
 
-    out_i = sum_g p_ig v_g / sum_g p_ig    p_ig = n_g exp(scale * q_i k_g)    k_g, v_g = means over the n_g keys of group g
+    out_i = sum_g p_ig v_g / sum_g p_ig    p_ig = n_g exp(scale * q_i k_g)    k_g, v_g = means over
+    the n_g keys of group g
 
-The sum is over the groups of z tokens of each block that the row block of query i reads at zoom z. The factor n_g, added to the
-score as ``log n_g``, gives a group of equal keys the weight that they have in dense attention; ``lse`` includes it. A block
-with keys after some query of the row block is read at zoom 1, so that no mean contains later keys.
+The sum is over the groups of z tokens of each block that the row block of query i reads at zoom z.
+The factor n_g, added to the score as ``log n_g``, gives a group of equal keys the weight that they
+have in dense attention; ``lse`` includes it. A block with keys after some query of the row block is
+read at zoom 1, so that no mean contains later keys.
 
-Two kernels run first: one computes the means (:mod:`msattn.kernels.multiscale_attention.levels`), one lists the blocks of each
-row block by zoom (:mod:`msattn.kernels.multiscale_attention.lists`). In the main kernel a program owns one row block. It
-processes pooled blocks first, in tiles of BP means. A tile may span several blocks of the list and zooms, so that only the last
-tile is partial; each column locates its mean through the list. A tile with a single zoom has one bias for all columns.
-Blocks of zoom 1 follow, as in block_sparse_attention. If a share f_z of the blocks is read at zoom z, the cost is ``sum_z f_z /
-z`` of the FLOPs and loads of dense attention, plus writing 7/8 of K and V once more.
+Two kernels run first: one computes the means (:mod:`msattn.kernels.multiscale_attention.levels`),
+one lists the blocks of each row block by zoom (:mod:`msattn.kernels.multiscale_attention.lists`).
+In the main kernel a program owns one row block. It processes pooled blocks first, in tiles of BP
+means. A tile may span several blocks of the list and zooms, so that only the last tile is partial;
+each column locates its mean through the list. A tile with a single zoom has one bias for all
+columns.
+Blocks of zoom 1 follow, as in block_sparse_attention. If a share f_z of the blocks is read at zoom
+z, the cost is ``sum_z f_z / z`` of the FLOPs and loads of dense attention, plus writing 7/8 of K
+and V once more.
 
-These alternatives cost more: tiles of one block, which have only 8 tokens at zoom 8 and leave tensor cores idle; tiles of one
-zoom, where each of three zooms has a partial tile; blocks in key order, where each tile needs a bias for each token, about as
-many instructions as its softmax; pooling in the main kernel, which repeats it for every row block.
+These alternatives cost more: tiles of one block, which have only 8 tokens at zoom 8 and leave
+tensor cores idle; tiles of one zoom, where each of three zooms has a partial tile; blocks in key
+order, where each tile needs a bias for each token, about as many instructions as its softmax;
+pooling in the main kernel, which repeats it for every row block.
 
-The backward pass is in :mod:`msattn.kernels.multiscale_attention.backward`. A tile has BM = block queries and BN keys, a whole
-block or an even part of one, or BP means.
+The backward pass is in :mod:`msattn.kernels.multiscale_attention.backward`. A tile has BM = block
+queries and BN keys, a whole block or an even part of one, or BP means.
 """
 
 import torch
@@ -101,8 +107,9 @@ def multiscale_attention(
     k, v : Tensor ``[B, Hkv, M, D]``
         Keys and values; query head h reads head ``h // (Hq // Hkv)``.
     zoom : Tensor uint8 ``[B | 1, Hq | Hkv | 1, ceil(N / block), ceil(M / block)]``
-        Number of tokens that are averaged: 1, 2, 4 or 8; 0 skips the block. The last group of a sequence may be smaller. With
-        ``causal``, a block that has keys after the first query of the row block is read at zoom 1, unless its zoom is 0.
+        Number of tokens that are averaged: 1, 2, 4 or 8; 0 skips the block. The last group of a
+        sequence may be smaller. With ``causal``, a block that has keys after the first query of the
+        row block is read at zoom 1, unless its zoom is 0.
     block_size : int
         Tokens in a block: 16, 32, 64 or 128.
     causal : bool
@@ -110,8 +117,8 @@ def multiscale_attention(
     scale : float, optional
         Positive factor of the scores; ``D ** -0.5`` by default.
     softcap : float, optional
-        Positive limit of the scores, which become ``softcap * tanh(score / softcap)`` before the log of
-        the number of tokens is added (Gemma 2).
+        Positive limit of the scores, which become ``softcap * tanh(score / softcap)`` before the
+        log of the number of tokens is added (Gemma 2).
     kv_start : Tensor int32 ``[B]``, optional
         Length of the left padding of each sequence. Blocks and groups are counted from its end.
     backend : {"triton", "torch"}, optional
@@ -120,21 +127,24 @@ def multiscale_attention(
     Returns
     -------
     SparseAttention
-        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]`` (natural logarithm of the sum of weights, fp32); 0 and -inf for rows that
-        read no key. Both are differentiable in q, k, v.
+        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]`` (natural logarithm of the sum of weights, fp32); 0
+        and -inf for rows that read no key. Both are differentiable in q, k, v.
 
     Raises
     ------
     ValueError
-        If an argument has a wrong shape, dtype or value; the message names it. Only the torch backend checks the values of
-        ``zoom``, since the check would synchronize with the GPU; kernels skip blocks of another zoom or read them at zoom 1.
+        If an argument has a wrong shape, dtype or value; the message names it. Only the torch
+        backend checks the values of ``zoom``, since the check would synchronize with the GPU;
+        kernels skip blocks of another zoom or read them at zoom 1.
     """
     check_qkv(q, k, v)
     check_zoom(zoom, q, k, block_size)
     check_per_sequence(q, kv_start=kv_start)
     scale, softcap = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)
-    return SparseAttention(*_operator(q, k, v, zoom, kv_start, block_size, causal, scale, softcap, backend))
+    return SparseAttention(
+        *_operator(q, k, v, zoom, kv_start, block_size, causal, scale, softcap, backend)
+    )
 
 
 def launch(
@@ -164,7 +174,8 @@ def launch(
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys),
         pool_means(k, v, kv_start, block_size), out, lse, lists, counts, kv_start,
         *out.stride()[:3],
-        q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, col_blocks, *lists.shape[:2],
+        q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, col_blocks,
+        *lists.shape[:2],
         query_offset(num_queries, num_keys, causal), scale * LOG2_E, unscaled_limit(softcap, scale),
         HEAD=head, COLS=cols, BM=rows, BN=keys, BP=tile.keys,
         CAUSAL=causal, PRECISION=precision(q.dtype),
@@ -174,15 +185,22 @@ def launch(
 
 
 _operator, _backward_operator = register_attention(
-    "multiscale_attention", launch, backward.launch, reference.multiscale_attention, reference.multiscale_attention_backward
+    "multiscale_attention",
+    launch,
+    backward.launch,
+    reference.multiscale_attention,
+    reference.multiscale_attention_backward,
 )
 
 
-@triton.jit(do_not_specialize=["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"])
+@triton.jit(
+    do_not_specialize=["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"]
+)
 def _multiscale_attention_kernel(
     q_desc, k_desc, v_desc, means_ptr, out_ptr, lse_ptr, lists_ptr, counts_ptr, kv_start_ptr,
     stride_b, stride_h, stride_n,
-    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset, scale2, limit,
+    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset,
+    scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -192,11 +210,22 @@ def _multiscale_attention_kernel(
     kv_head = pid // (group * row_blocks) % kv_heads
     h = kv_head * group + pid % group
     b = pid // (group * row_blocks * kv_heads)
-    first_key, first_query, keys, queries, delta = sequence_span(kv_start_ptr, b, num_queries, num_keys, offset)
+    first_key, first_query, keys, queries, delta = sequence_span(
+        kv_start_ptr, b, num_queries, num_keys, offset
+    )
     t0 = r * BM
     t = t0 + tl.arange(0, BM)
     list_ptr, keys8, keys4, keys2, keys1 = find_row_list(
-        lists_ptr, counts_ptr, b, h, r, kv_heads * group, list_batch, list_heads, row_blocks, col_blocks
+        lists_ptr,
+        counts_ptr,
+        b,
+        h,
+        r,
+        kv_heads * group,
+        list_batch,
+        list_heads,
+        row_blocks,
+        col_blocks,
     )
     means_ptr = head_means(means_ptr, b, kv_head, kv_heads, col_blocks, HEAD, BM)
 

@@ -1,9 +1,10 @@
 """Means of K and V for multi-scale attention.
 
-Level ``e`` holds means of groups of ``2 ** e`` keys. All levels share a buffer ``[B, Hkv, rows, 2, D]``, in which a row of K is
-next to its row of V: levels 3, 2, 1 in this order, each padded with zeros to whole tiles. A tile of level e has as many rows as
-a block has tokens, so it covers ``2 ** e`` column blocks; tiles are numbered through all levels. Groups are counted from the
-start of a sequence and never span two blocks.
+Level ``e`` holds means of groups of ``2 ** e`` keys. All levels share a buffer
+``[B, Hkv, rows, 2, D]``, in which a row of K is next to its row of V: levels 3, 2, 1 in this order,
+each padded with zeros to whole tiles. A tile of level e has as many rows as a block has tokens, so
+it covers ``2 ** e`` column blocks; tiles are numbered through all levels. Groups are counted from
+the start of a sequence and never span two blocks.
 """
 
 from torch import Tensor
@@ -43,7 +44,11 @@ def pool_means(k: Tensor, v: Tensor, kv_start: Tensor | None, block_size: int) -
 def first_tile(level, col_blocks):
     """Returns the first tile of a level, elementwise for a tensor of levels."""
     level3 = tl.cdiv(col_blocks, 8)
-    return tl.where(level == COARSEST_LEVEL, 0, tl.where(level == COARSEST_LEVEL - 1, level3, level3 + tl.cdiv(col_blocks, 4)))
+    return tl.where(
+        level == COARSEST_LEVEL,
+        0,
+        tl.where(level == COARSEST_LEVEL - 1, level3, level3 + tl.cdiv(col_blocks, 4)),
+    )
 
 
 @triton.jit
@@ -54,7 +59,9 @@ def level_of_tile(tile, col_blocks, POOLED: tl.constexpr):
     """
     level, first = 0, 0
     if POOLED:
-        level = tl.where(tile < first_tile(2, col_blocks), 3, tl.where(tile < first_tile(1, col_blocks), 2, 1))
+        level = tl.where(
+            tile < first_tile(2, col_blocks), 3, tl.where(tile < first_tile(1, col_blocks), 2, 1)
+        )
         first = first_tile(level, col_blocks)
     return level, tile - first
 
@@ -77,10 +84,13 @@ def level_ends(keys8, keys4, keys2):
 
 
 @triton.jit
-def locate_means(n, list_ptr, keys8, keys4, keys2, col_blocks, BLOCK: tl.constexpr, BP: tl.constexpr):
+def locate_means(
+    n, list_ptr, keys8, keys4, keys2, col_blocks, BLOCK: tl.constexpr, BP: tl.constexpr
+):
     """Returns level and buffer rows of the n-th tile of BP means of a row block.
 
-    The level is 0 unless all means are of one level and of full groups. Rows past the last mean repeat it.
+    The level is 0 unless all means are of one level and of full groups. Rows past the last mean
+    repeat it.
     """
     end8, end4, end2 = level_ends(keys8, keys4, keys2)
     begin, end = n * BP, n * BP + BP
@@ -94,11 +104,15 @@ def locate_means(n, list_ptr, keys8, keys4, keys2, col_blocks, BLOCK: tl.constex
     list_shift4, list_shift2 = (blocks8 << (BITS + 1)) - end8, (blocks4 << (BITS + 2)) - end4
     g = tl.minimum(begin + tl.arange(0, BP), tl.maximum(end2 - 1, 0))
     past8, past4 = g >= end8, g >= end4
-    # Index of mean g if all blocks before it in the list had its level: the high bits are the list position of its block. With
-    # the block's number in place of this position, and the start of its level added, the index is a row of the buffer.
+    # Index of mean g if all blocks before it in the list had its level: the high bits are the list
+    # position of its block. With the block's number in place of this position, and the start of its
+    # level added, the index is a row of the buffer.
     bits = BITS + tl.where(past4, 2, tl.where(past8, 1, 0))
     block = (g + tl.where(past4, list_shift2, tl.where(past8, list_shift4, 0))) >> bits
-    row_shift4, row_shift2 = list_shift4 + first_tile(2, col_blocks) * BLOCK, list_shift2 + first_tile(1, col_blocks) * BLOCK
+    row_shift4, row_shift2 = (
+        list_shift4 + first_tile(2, col_blocks) * BLOCK,
+        list_shift2 + first_tile(1, col_blocks) * BLOCK,
+    )
     row = g + tl.where(past4, row_shift2, tl.where(past8, row_shift4, 0))
     c = tl.load(list_ptr + block, mask=g < end2, other=0).to(tl.int32)
     return level, row + ((c - block) << bits)
@@ -127,7 +141,9 @@ def add_log_sizes(s, n, keys8, keys4, keys2, scale2, BP: tl.constexpr):
 
 
 @triton.jit
-def head_means(means_ptr, b, kv_head, kv_heads, col_blocks, HEAD: tl.constexpr, BLOCK: tl.constexpr):
+def head_means(
+    means_ptr, b, kv_head, kv_heads, col_blocks, HEAD: tl.constexpr, BLOCK: tl.constexpr
+):
     """Returns a pointer to the means of a key/value head."""
     rows = (first_tile(1, col_blocks) + tl.cdiv(col_blocks, 2)) * BLOCK
     return means_ptr + (b.to(tl.int64) * kv_heads + kv_head) * rows * (2 * HEAD)
@@ -174,12 +190,15 @@ def _pool_kernel(
 @triton.jit
 def _pool(
     x_ptr, stride, means_ptr, u0, keys, col_blocks,
-    V: tl.constexpr, HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    V: tl.constexpr, HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """Stores means of 2, 4 and 8 keys from key u0 on, over the keys that exist."""
     i, d = tl.arange(0, KEYS), tl.arange(0, COLS)
     p = x_ptr + i.to(tl.int64)[:, None] * stride + d[None, :]
-    total = tl.load(p, mask=(u0 + i < keys)[:, None] & (d < HEAD)[None, :], other=0.0).to(tl.float32)
+    total = tl.load(p, mask=(u0 + i < keys)[:, None] & (d < HEAD)[None, :], other=0.0).to(
+        tl.float32
+    )
     for level in tl.static_range(1, 4):  # type: ignore[misc]
         total = tl.sum(tl.reshape(total, [KEYS >> level, 2, COLS]), 1)
         group = (u0 >> level) + tl.arange(0, KEYS >> level)
@@ -188,7 +207,8 @@ def _pool(
         if u0 + KEYS <= keys:
             store_means(means_ptr, total * (0.5**level), row, exists, V, HEAD, COLS)
         else:
-            # IEEE division, because a mean of 16-bit numbers is often half way between two of them: its last bit decides.
+            # IEEE division, because a mean of 16-bit numbers is often half way between two of them:
+            # its last bit decides.
             size = tl.maximum(group_size(group << level, level, keys), 1).to(tl.float32)
             mean = tl.div_rn(total, tl.broadcast_to(size[:, None], total.shape))
             store_means(means_ptr, mean, row, exists, V, HEAD, COLS)

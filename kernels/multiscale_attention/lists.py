@@ -1,14 +1,17 @@
 """Lists of blocks by zoom, built on the device.
 
-- Row lists ``[B or 1, Hm, Tr, Tc]``: the column blocks that a row block reads, those of zoom 8 first, then 4, 2 and 1, each in
-  ascending order. Counts ``[B or 1, Hm, Tr, 4]``: the number of keys in the blocks of each zoom.
-- Tile lists ``[B or 1, Hkv, tiles, Tr * group]``, for the backward pass: the row blocks, of each query head of a group, that
-  read some column block of a tile at the zoom of the tile, in ascending order. An entry is
-  ``(row block * group + query head in the group) << 8 | columns``, with a bit in ``columns`` for each column block that is
-  read. Lengths ``[B or 1, Hkv, tiles, 2]``: entries that need no mask, which come last, and all entries.
+- Row lists ``[B or 1, Hm, Tr, Tc]``: the column blocks that a row block reads, those of zoom 8
+  first, then 4, 2 and 1, each in ascending order. Counts ``[B or 1, Hm, Tr, 4]``: the number of
+  keys in the blocks of each zoom.
+- Tile lists ``[B or 1, Hkv, tiles, Tr * group]``, for the backward pass: the row blocks, of each
+  query head of a group, that read some column block of a tile at the zoom of the tile, in ascending
+  order. An entry is ``(row block * group + query head in the group) << 8 | columns``, with a bit in
+  ``columns`` for each column block that is read. Lengths ``[B or 1, Hkv, tiles, 2]``: entries that
+  need no mask, which come last, and all entries.
 
-A tile covers adjacent column blocks at one level (:mod:`msattn.kernels.multiscale_attention.levels`). Hm is the number of heads
-of the zoom map. The first dimension is B if sequences differ in padding or zoom, else 1.
+A tile covers adjacent column blocks at one level
+(:mod:`msattn.kernels.multiscale_attention.levels`). Hm is the number of heads of the zoom map. The
+first dimension is B if sequences differ in padding or zoom, else 1.
 """
 
 import torch
@@ -20,17 +23,25 @@ from msattn.kernels.multiscale_attention.levels import level_of_tile, num_tiles
 
 
 def row_lists(
-    zoom: Tensor, kv_start: Tensor | None, num_queries: int, num_keys: int, block_size: int, causal: bool
+    zoom: Tensor,
+    kv_start: Tensor | None,
+    num_queries: int,
+    num_keys: int,
+    block_size: int,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Returns the row lists and their counts (layouts in the module docstring)."""
     zoom = _expand_batch(zoom, kv_start)
     col_blocks = zoom.shape[3]
-    lists = torch.empty(zoom.shape, dtype=torch.int16 if col_blocks < 2**15 else torch.int32, device=zoom.device)
+    lists = torch.empty(
+        zoom.shape, dtype=torch.int16 if col_blocks < 2**15 else torch.int32, device=zoom.device
+    )
     counts = torch.empty((*zoom.shape[:3], 4), dtype=torch.int32, device=zoom.device)
     _row_lists_kernel[zoom.shape[2::-1]](
         zoom, lists, counts, kv_start, *zoom.stride(),
         num_queries, num_keys, col_blocks, query_offset(num_queries, num_keys, causal),
-        BLOCK=block_size, CHUNK=min(256, triton.next_power_of_2(col_blocks)), CAUSAL=causal, num_warps=1,
+        BLOCK=block_size, CHUNK=min(256, triton.next_power_of_2(col_blocks)), CAUSAL=causal,
+        num_warps=1,
     )  # fmt: skip
     return lists, counts
 
@@ -58,8 +69,10 @@ def tile_lists(
     lengths = torch.empty((batch, kv_heads, tiles, 2), dtype=torch.int32, device=zoom.device)
     _tile_lists_kernel[(tiles, kv_heads, batch)](
         zoom, lists, lengths, kv_start, *zoom.stride(),
-        num_queries, num_keys, entries, col_blocks, query_offset(num_queries, num_keys, causal), GROUP=group,
-        BLOCK=block_size, CHUNK=min(512, triton.next_power_of_2(entries)), CAUSAL=causal, COLUMNS=8 if pooled else 1,
+        num_queries, num_keys, entries, col_blocks, query_offset(num_queries, num_keys, causal),
+        GROUP=group,
+        BLOCK=block_size, CHUNK=min(512, triton.next_power_of_2(entries)), CAUSAL=causal,
+        COLUMNS=8 if pooled else 1,
     )  # fmt: skip
     return lists, lengths
 
@@ -70,7 +83,9 @@ def _expand_batch(zoom: Tensor, kv_start: Tensor | None) -> Tensor:
 
 
 @triton.jit
-def find_row_list(lists_ptr, counts_ptr, b, h, r, q_heads, list_batch, list_heads, row_blocks, col_blocks):
+def find_row_list(
+    lists_ptr, counts_ptr, b, h, r, q_heads, list_batch, list_heads, row_blocks, col_blocks
+):
     """Returns the row list of row block r for query head h of sequence b.
 
     The result is a pointer and the number of keys at zoom 8, 4, 2, 1.
@@ -84,7 +99,8 @@ def find_row_list(lists_ptr, counts_ptr, b, h, r, q_heads, list_batch, list_head
 def _visible_blocks(t0, keys, queries, delta, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
     """Returns the number of column blocks that the row block at t0 sees.
 
-    The second result is the number of full blocks: these have no key after a query of the row block and may be pooled.
+    The second result is the number of full blocks: these have no key after a query of the row block
+    and may be pooled.
     """
     seen, past = keys, keys
     if CAUSAL:
@@ -100,7 +116,8 @@ def _effective_zoom(zoom, c, end, full_end):
 
     Blocks from ``full_end`` on contain later keys and are not pooled.
     """
-    zoom = tl.minimum(zoom.to(tl.int32), 9)  # values above 8 are not read; bounded for the shift in _pack_count
+    # values above 8 are not read; bounded for the shift in _pack_count
+    zoom = tl.minimum(zoom.to(tl.int32), 9)
     return tl.where(c < full_end, zoom, tl.where(c < end, tl.minimum(zoom, 1), 0))
 
 
@@ -124,9 +141,16 @@ def _row_lists_kernel(
         c = c0 + tl.arange(0, CHUNK)
         zoom = tl.load(zoom_ptr + c.to(tl.int64) * stride_c, mask=c < end, other=0)
         found = tl.sum(_pack_count(_effective_zoom(zoom, c, end, full_end)), 0)
-        n8, n4, n2, n1 = n8 + _unpack(found, 3), n4 + _unpack(found, 2), n2 + _unpack(found, 1), n1 + _unpack(found, 0)
+        n8, n4, n2, n1 = (
+            n8 + _unpack(found, 3),
+            n4 + _unpack(found, 2),
+            n2 + _unpack(found, 1),
+            n1 + _unpack(found, 0),
+        )
     cut = keys // BLOCK  # the partial column block at the end of the sequence, if any
-    last = _effective_zoom(tl.load(zoom_ptr + cut.to(tl.int64) * stride_c, mask=cut < end, other=0), cut, end, full_end)
+    last = _effective_zoom(
+        tl.load(zoom_ptr + cut.to(tl.int64) * stride_c, mask=cut < end, other=0), cut, end, full_end
+    )
     missing = BLOCK - keys % BLOCK
     counts_ptr += row * 4
     tl.store(counts_ptr, n8 * BLOCK - tl.where(last == 8, missing, 0))
@@ -140,7 +164,9 @@ def _row_lists_kernel(
         zoom = tl.load(zoom_ptr + c.to(tl.int64) * stride_c, mask=c < end, other=0)
         zoom = _effective_zoom(zoom, c, end, full_end)
         one = _pack_count(zoom)
-        place = tl.where(zoom == 8, next8, tl.where(zoom == 4, next4, tl.where(zoom == 2, next2, next1)))
+        place = tl.where(
+            zoom == 8, next8, tl.where(zoom == 4, next4, tl.where(zoom == 2, next2, next1))
+        )
         place += _unpack(tl.cumsum(one, 0) - one, _level(zoom))
         tl.store(lists_ptr + place, c.to(lists_ptr.dtype.element_ty), mask=one != 0)
         found = tl.sum(one, 0)
@@ -185,7 +211,8 @@ def _tile_lists_kernel(
     of_tile = (column < (1 << level)) & (c < col_blocks)
     begin, end = 0, tl.cdiv(queries, BLOCK)
     if CAUSAL:
-        begin = tl.maximum((number << level) * BLOCK - delta, 0) // BLOCK  # earlier row blocks see no key of the tile
+        # earlier row blocks see no key of the tile
+        begin = tl.maximum((number << level) * BLOCK - delta, 0) // BLOCK
     row = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + tile
     zoom_ptr += b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     found, found_full = tl.zeros((), tl.int32), tl.zeros((), tl.int32)

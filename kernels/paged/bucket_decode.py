@@ -1,23 +1,24 @@
 """Decoding over a dense window and probed buckets of a paged cache.
 
-The same attention as :mod:`msattn.kernels.bucket_decode`, without lists: nothing is rebuilt when keys arrive, and a page may be
-shared, moved or freed, since the bucket of a key is stored by its slot.
+The same attention as :mod:`msattn.kernels.bucket_decode`, without lists: nothing is rebuilt when
+keys arrive, and a page may be shared, moved or freed, since the bucket of a key is stored by its
+slot.
 
 Each program takes a share of the positions of a sequence, for one key/value head:
 
 1. It sets the bits of the probed buckets in a bit mask.
-2. It appends its share of the dense window to its own list of slots. Windows are divided evenly: the newest keys are adjacent,
-   and would otherwise all belong to one program.
-3. It reads the bucket ids of its tiles of positions between sink and newest keys, tests their bits, and appends the matching
-   slots to its list, compacted by a prefix sum. Adjacent tiles belong to different programs, because adjacent keys tend to
-   be in the same buckets.
+2. It appends its share of the dense window to its own list of slots. Windows are divided evenly:
+   the newest keys are adjacent, and would otherwise all belong to one program.
+3. It reads the bucket ids of its tiles of positions between sink and newest keys, tests their bits,
+   and appends the matching slots to its list, compacted by a prefix sum. Adjacent tiles belong to
+   different programs, because adjacent keys tend to be in the same buckets.
 4. It attends to the listed slots, in full tiles.
 
-Bit mask and list are scratch in global memory that no other program reads. A second kernel merges the partial results of the
-splits.
+Bit mask and list are scratch in global memory that no other program reads. A second kernel merges
+the partial results of the splits.
 
-Tiles: BH query heads of a group, BN keys, BD head size, BS positions of the scan. Prefixes: b_ tile, o_ offset, m_
-mask. Grid: (split, key/value head, sequence); then the merge kernel.
+Tiles: BH query heads of a group, BN keys, BD head size, BS positions of the scan. Prefixes: b_
+tile, o_ offset, m_ mask. Grid: (split, key/value head, sequence); then the merge kernel.
 """
 
 from typing import Any
@@ -26,8 +27,18 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.bucket_checks import check_counts, check_dense_window, check_lists, check_one_query
-from msattn.kernels.common.checks import check_tensor, resolve_backend, resolve_scale, resolve_softcap
+from msattn.kernels.common.bucket_checks import (
+    check_counts,
+    check_dense_window,
+    check_lists,
+    check_one_query,
+)
+from msattn.kernels.common.checks import (
+    check_tensor,
+    resolve_backend,
+    resolve_scale,
+    resolve_softcap,
+)
 from msattn.kernels.common.decode_tiles import default_tile, dense_window, load_group, store_split
 from msattn.kernels.common.paged_checks import MAX_BUCKETS, check_paged_decode
 from msattn.kernels.common.paged_tiles import load_pages
@@ -67,22 +78,25 @@ def paged_bucket_decode(
 ) -> SparseAttention:
     """Computes a decoding step over the dense window and probed buckets of a paged cache.
 
-    The result is that of ``bucket_decode`` on the gathered cache. Every key counts once, even if its bucket is probed twice or
-    it is in the dense window.
+    The result is that of ``bucket_decode`` on the gathered cache. Every key counts once, even if
+    its bucket is probed twice or it is in the dense window.
 
     Parameters
     ----------
     q : Tensor ``[B, Hq, 1, D]``
-        Query of the newest token, at position ``cache.kv_len - 1``; fp32, fp16 or bf16 (fp64 on the torch backend).
+        Query of the newest token, at position ``cache.kv_len - 1``; fp32, fp16 or bf16 (fp64 on the
+        torch backend).
     cache : PagedKeys
-        The cache, keys after RoPE; query head h reads head ``h // (Hq // Hkv)``. Its views are not copied.
+        The cache, keys after RoPE; query head h reads head ``h // (Hq // Hkv)``. Its views are not
+        copied.
     buckets : Tensor int16 ``[P, page_size, Hkv]``
         Bucket of each slot, -1 for none.
     probes : Tensor int32 ``[B, Hkv, L]``
-        Buckets to read, shared by a query group. -1, or a number that is no bucket, reads nothing; L may be 0.
+        Buckets to read, shared by a query group. -1, or a number that is no bucket, reads nothing;
+        L may be 0.
     recent : int or Tensor int32 ``[B]``
-        Number of newest keys that are always read; a tensor if sequences differ, or if it changes between replays of a CUDA
-        graph.
+        Number of newest keys that are always read; a tensor if sequences differ, or if it changes
+        between replays of a CUDA graph.
     sink : int
         Number of first keys that are always read.
     scale : float, optional
@@ -97,18 +111,23 @@ def paged_bucket_decode(
     Returns
     -------
     SparseAttention
-        ``out [B, Hq, 1, D]``, ``lse [B, Hq, 1]`` (natural logarithm, fp32); 0 and -inf for a sequence without keys.
+        ``out [B, Hq, 1, D]``, ``lse [B, Hq, 1]`` (natural logarithm, fp32); 0 and -inf for a
+        sequence without keys.
 
     Raises
     ------
     ValueError
-        If an argument is invalid. The values of ``cache.table`` and ``cache.kv_len`` are checked only by the reference.
+        If an argument is invalid. The values of ``cache.table`` and ``cache.kv_len`` are checked
+        only by the reference.
     NotImplementedError
-        In the backward pass, as the operation is for inference; with ``counts`` it is PyTorch's RuntimeError.
+        In the backward pass, as the operation is for inference; with ``counts`` it is PyTorch's
+        RuntimeError.
     """
     check_paged_decode(q, cache)
     check_one_query(q)
-    check_tensor("buckets", buckets, torch.int16, cache.k.shape[:3], "q", q, "one for each slot and head")
+    check_tensor(
+        "buckets", buckets, torch.int16, cache.k.shape[:3], "q", q, "one for each slot and head"
+    )
     check_lists("probes", probes, cache.k.shape[2], 0, q)
     check_dense_window(recent, sink, q)
     check_counts(counts, cache.k.shape[2], q)
@@ -138,28 +157,40 @@ def launch(
 ) -> tuple[Tensor, Tensor]:
     """Launches both kernels.
 
-    The grid depends only on shapes, so that a captured CUDA graph serves any pages, buckets, probes and lengths.
+    The grid depends only on shapes, so that a captured CUDA graph serves any pages, buckets, probes
+    and lengths.
     """
     batch, q_heads, _, head = q.shape
     page_size, kv_heads = k.shape[1:3]
     capacity = table.shape[1] * page_size
     group, cols = q_heads // kv_heads, padded_head(head)
     tile = default_tile(cols, q.element_size())
-    splits = one_wave_splits(batch * kv_heads, tile.programs * num_sms(q.device), triton.cdiv(capacity, tile.keys), MAX_SPLITS)
+    splits = one_wave_splits(
+        batch * kv_heads,
+        tile.programs * num_sms(q.device),
+        triton.cdiv(capacity, tile.keys),
+        MAX_SPLITS,
+    )
     table, probes = (x if x.stride(-1) == 1 else x.contiguous() for x in (table, probes))
     num_words = MAX_BUCKETS // 32
-    # Shares of window and scan, which are disjoint: up to one position more than an equal share, and up to one tile more.
+    # Shares of window and scan, which are disjoint: up to one position more than an equal share,
+    # and up to one tile more.
     listed = triton.cdiv(capacity, splits) + 1 + SCAN
-    words, slots = (table.new_empty((batch, kv_heads, splits, size)) for size in (num_words, listed))
+    words, slots = (
+        table.new_empty((batch, kv_heads, splits, size)) for size in (num_words, listed)
+    )
 
     part_out = q.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
     part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
     _split_paged_bucket_decode_kernel[(splits, kv_heads, batch)](
-        q, k, v, table, kv_len, buckets, probes, recent_of, counts, words, slots, part_max, part_sum, part_out,
+        q, k, v, table, kv_len, buckets, probes, recent_of, counts, words, slots, part_max,
+        part_sum, part_out,
         q.stride(0), q.stride(1), q.stride(3), *k.stride()[:3], *v.stride()[:3], table.stride(0),
         *buckets.stride(), *probes.stride()[:2],
-        group, capacity, probes.shape[2], num_words, listed, recent, sink, scale * LOG2_E, unscaled_limit(softcap, scale),
-        PAGE=page_size, HEAD=head, BH=max(tile.rows, triton.next_power_of_2(group)), BN=tile.keys, BD=cols,
+        group, capacity, probes.shape[2], num_words, listed, recent, sink, scale * LOG2_E,
+        unscaled_limit(softcap, scale),
+        PAGE=page_size, HEAD=head, BH=max(tile.rows, triton.next_power_of_2(group)), BN=tile.keys,
+        BD=cols,
         BS=SCAN, PRECISION=precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages, **pdl_args(q.device),
     )  # fmt: skip
@@ -170,12 +201,18 @@ def launch(
 
 
 def _reference(recent_of: Tensor | None, recent: int, **others: Any) -> SparseAttention:
-    return on_pages(reference.paged_bucket_decode)(recent=recent if recent_of is None else recent_of, **others)
+    return on_pages(reference.paged_bucket_decode)(
+        recent=recent if recent_of is None else recent_of, **others
+    )
 
 
 # PyTorch registers a backward pass only for operators that mutate nothing, hence two operators.
-_operator = register_op("paged_bucket_decode", launch, _reference, empty_decoding, no_gradient=USE_NO_GRAD)
-_counting_operator = register_op("paged_bucket_decode_counts", launch, _reference, empty_decoding, mutates=("counts",))
+_operator = register_op(
+    "paged_bucket_decode", launch, _reference, empty_decoding, no_gradient=USE_NO_GRAD
+)
+_counting_operator = register_op(
+    "paged_bucket_decode_counts", launch, _reference, empty_decoding, mutates=("counts",)
+)
 
 
 @triton.jit(
@@ -185,9 +222,11 @@ _counting_operator = register_op("paged_bucket_decode_counts", launch, _referenc
     ]
 )  # fmt: skip
 def _split_paged_bucket_decode_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, kv_len_ptr, buckets_ptr, probes_ptr, recent_of_ptr, counts_ptr, words_ptr, slots_ptr,
+    q_ptr, k_ptr, v_ptr, table_ptr, kv_len_ptr, buckets_ptr, probes_ptr, recent_of_ptr, counts_ptr,
+    words_ptr, slots_ptr,
     part_max_ptr, part_sum_ptr, part_out_ptr,
-    stride_qb, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs, stride_vh, stride_tb,
+    stride_qb, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs,
+    stride_vh, stride_tb,
     stride_bp, stride_bs, stride_bh, stride_pb, stride_ph,
     group, capacity, num_probes, num_words, listed, recent, sink, scale2, limit,
     PAGE: tl.constexpr, HEAD: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
@@ -196,7 +235,11 @@ def _split_paged_bucket_decode_kernel(
     """Writes one split's result, and adds its number of keys to ``counts``."""
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
-    split, kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    split, kv_head, batch = (
+        tl.program_id(0),
+        tl.program_id(1).to(tl.int64),
+        tl.program_id(2).to(tl.int64),
+    )
     num_splits, kv_heads = tl.num_programs(0), tl.num_programs(1)
     program = (batch * kv_heads + kv_head) * num_splits + split
     words_ptr += program * num_words
@@ -213,9 +256,13 @@ def _split_paged_bucket_decode_kernel(
     sink_end, recent_begin = dense_window(0, end, recent, sink)
 
     _set_bits(words_ptr, probes_ptr, num_probes, num_words, BS)
-    count = _list_window(slots_ptr, table_ptr, split, num_splits, sink_end, recent_begin, end, PAGE, BS)
+    count = _list_window(
+        slots_ptr, table_ptr, split, num_splits, sink_end, recent_begin, end, PAGE, BS
+    )
     position = split * BS + tl.arange(0, BS)
-    slot, bucket = _load_buckets(buckets_ptr, table_ptr, position, sink_end, recent_begin, stride_bp, stride_bs, PAGE)
+    slot, bucket = _load_buckets(
+        buckets_ptr, table_ptr, position, sink_end, recent_begin, stride_bp, stride_bs, PAGE
+    )
     for _ in tl.range(split * BS, recent_begin, num_splits * BS):
         position += num_splits * BS
         next_slot, next_bucket = _load_buckets(  # early, to overlap with the work on this tile
@@ -253,7 +300,9 @@ def _split_paged_bucket_decode_kernel(
 
     if counts_ptr is not None:
         tl.atomic_add(counts_ptr + batch * kv_heads + kv_head, count.to(tl.int64), sem="relaxed")
-    store_split(part_max_ptr, part_sum_ptr, part_out_ptr, m, l, acc, batch, kv_head, group, HEAD, BH, BD)
+    store_split(
+        part_max_ptr, part_sum_ptr, part_out_ptr, m, l, acc, batch, kv_head, group, HEAD, BH, BD
+    )
 
 
 @triton.jit
@@ -266,13 +315,19 @@ def _set_bits(words_ptr, probes_ptr, num_probes, num_words, BS: tl.constexpr):
     for first in tl.range(0, num_probes, BS):
         bucket = tl.load(probes_ptr + first + o_s, mask=first + o_s < num_probes, other=-1)
         word = bucket >> 5
-        tl.atomic_or(words_ptr + word, 1 << (bucket & 31), mask=(bucket >= 0) & (word < num_words), sem="relaxed")
+        tl.atomic_or(
+            words_ptr + word,
+            1 << (bucket & 31),
+            mask=(bucket >= 0) & (word < num_words),
+            sem="relaxed",
+        )
     tl.debug_barrier()
 
 
 @triton.jit
 def _list_window(
-    slots_ptr, table_ptr, split, num_splits, sink_end, recent_begin, end, PAGE: tl.constexpr, BS: tl.constexpr
+    slots_ptr, table_ptr, split, num_splits, sink_end, recent_begin, end, PAGE: tl.constexpr,
+    BS: tl.constexpr
 ):  # fmt: skip
     """Lists the slots of a split's share of the dense window, and returns their number."""
     size = sink_end + end - recent_begin
@@ -289,7 +344,16 @@ def _list_window(
 
 
 @triton.jit
-def _load_buckets(buckets_ptr, table_ptr, position, sink_end, recent_begin, stride_bp, stride_bs, PAGE: tl.constexpr):
+def _load_buckets(
+    buckets_ptr,
+    table_ptr,
+    position,
+    sink_end,
+    recent_begin,
+    stride_bp,
+    stride_bs,
+    PAGE: tl.constexpr,
+):
     """Returns slots and buckets of positions; the bucket is -1 in the dense window and after it."""
     live = (position >= sink_end) & (position < recent_begin)
     page, offset = load_pages(table_ptr, position, live, PAGE)

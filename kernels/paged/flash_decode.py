@@ -29,8 +29,9 @@ def paged_flash_decode(
     Parameters
     ----------
     q : Tensor ``[B, Hq, N, D]``
-        Queries of the newest N tokens, at positions ``cache.kv_len - N`` to ``cache.kv_len - 1``; fp32, fp16 or bf16 (fp64 on
-        the torch backend). A query sees no key after itself. Fast for 1 to 16 queries, correct for any number.
+        Queries of the newest N tokens, at positions ``cache.kv_len - N`` to ``cache.kv_len - 1``;
+        fp32, fp16 or bf16 (fp64 on the torch backend). A query sees no key after itself. Fast for 1
+        to 16 queries, correct for any number.
     cache : PagedKeys
         The cache; query head h reads head ``h // (Hq // Hkv)``. Its views are not copied.
     scale : float, optional
@@ -43,12 +44,14 @@ def paged_flash_decode(
     Returns
     -------
     SparseAttention
-        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]`` (natural logarithm, fp32); 0 and -inf for queries without visible keys.
+        ``out [B, Hq, N, D]``, ``lse [B, Hq, N]`` (natural logarithm, fp32); 0 and -inf for queries
+        without visible keys.
 
     Raises
     ------
     ValueError
-        If an argument is invalid. The values of ``cache.table`` and ``cache.kv_len`` are checked only by the reference.
+        If an argument is invalid. The values of ``cache.table`` and ``cache.kv_len`` are checked
+        only by the reference.
     NotImplementedError
         In the backward pass, as the operation is for inference.
     """
@@ -58,15 +61,27 @@ def paged_flash_decode(
 
 
 def launch(
-    q: Tensor, k: Tensor, v: Tensor, table: Tensor, kv_len: Tensor, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor,
+    kv_len: Tensor,
+    scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Launches the kernels of ``flash_decode`` on pages."""
     score_mod = None if softcap is None else softcap_mod(softcap)
     table = table if table.stride(1) == 1 else table.contiguous()
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [P, Hkv, page_size, D]
-    return dense_decode.launch(q, k, v, score_mod, None, kv_len, "partial", True, scale, None, table=table)
+    return dense_decode.launch(
+        q, k, v, score_mod, None, kv_len, "partial", True, scale, None, table=table
+    )
 
 
 _operator = register_op(
-    "paged_flash_decode", launch, on_pages(reference.paged_flash_decode), empty_decoding, no_gradient=USE_NO_GRAD
+    "paged_flash_decode",
+    launch,
+    on_pages(reference.paged_flash_decode),
+    empty_decoding,
+    no_gradient=USE_NO_GRAD,
 )

@@ -1,16 +1,30 @@
 """Writes the keys and values of new tokens to a paged cache, with their buckets.
 
-By indexing, PyTorch launches a kernel for each of the three, which move single elements; this is one kernel that copies rows.
+By indexing, PyTorch launches a kernel for each of the three, which move single elements; this is
+one kernel that copies rows.
 
-A plain function of tensors, not a registered operation; its form in PyTorch is in this file too. Tiles: BT tokens, BD channels.
-Prefixes: o_ offset, m_ mask. Grid: (block of tokens, key/value head).
+A plain function of tensors, not a registered operation; its form in PyTorch is in this file too.
+Tiles: BT tokens, BD channels. Prefixes: o_ offset, m_ mask. Grid: (block of tokens, key/value
+head).
 """
 
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import check_device, check_no_gradient, check_tensor, resolve_backend
-from msattn.kernels.common.primitives import pdl_args, pdl_launch_dependents, pdl_wait, row_tile, tl, triton
+from msattn.kernels.common.checks import (
+    check_device,
+    check_no_gradient,
+    check_tensor,
+    resolve_backend,
+)
+from msattn.kernels.common.primitives import (
+    pdl_args,
+    pdl_launch_dependents,
+    pdl_wait,
+    row_tile,
+    tl,
+    triton,
+)
 from msattn.kernels.types import Backend
 
 
@@ -28,28 +42,43 @@ def write_pages(
 ) -> None:
     """Writes each new token to a slot of its page.
 
-    ``k`` and ``v [Hkv, T, D]`` are those of the new tokens; strided views are not copied. The cache, ``keys`` and
-    ``values [P, page_size, Hkv, D]`` in the dtype of k with any strides, is written at the slots of the tokens only. ``pages``
-    and ``offsets``, int64 ``[T]``, whose values are not checked, are the page of each token and its offset in it; a slot that
-    several tokens share, as those of padding, has undefined content. ``ids``, int32 or int64 ``[Hkv, T]``, are the buckets of
-    the keys, which go to ``buckets``, int16 ``[P, page_size, Hkv]``. Raises ValueError for an invalid argument,
-    NotImplementedError if a gradient is required.
+    ``k`` and ``v [Hkv, T, D]`` are those of the new tokens; strided views are not copied. The
+    cache, ``keys`` and ``values [P, page_size, Hkv, D]`` in the dtype of k with any strides, is
+    written at the slots of the tokens only. ``pages`` and ``offsets``, int64 ``[T]``, whose values
+    are not checked, are the page of each token and its offset in it; a slot that several tokens
+    share, as those of padding, has undefined content. ``ids``, int32 or int64 ``[Hkv, T]``, are the
+    buckets of the keys, which go to ``buckets``, int16 ``[P, page_size, Hkv]``. Raises ValueError
+    for an invalid argument, NotImplementedError if a gradient is required.
     """
     check_no_gradient("write_pages", k, v)
     if not k.is_floating_point() or k.dim() != 3 or min(k.shape) < 1:
-        raise ValueError(f"k is {k.dtype} {tuple(k.shape)}: expected floating point [Hkv, T, D], each at least 1")
+        raise ValueError(
+            f"k is {k.dtype} {tuple(k.shape)}: expected floating point [Hkv, T, D], each at least 1"
+        )
     heads, tokens, size = k.shape
     check_tensor("v", v, k.dtype, k.shape, "k", k)
     for name, x in (("keys", keys), ("values", values)):
-        if x.dtype != k.dtype or x.dim() != 4 or x.shape != keys.shape or x.shape[2:] != (heads, size):
-            raise ValueError(f"{name} is {x.dtype} {tuple(x.shape)}: expected {k.dtype} [P, page_size, {heads}, {size}]")
+        if (
+            x.dtype != k.dtype
+            or x.dim() != 4
+            or x.shape != keys.shape
+            or x.shape[2:] != (heads, size)
+        ):
+            raise ValueError(
+                f"{name} is {x.dtype} {tuple(x.shape)}: expected {k.dtype} [P, page_size, "
+                f"{heads}, {size}]"
+            )
         check_device(name, x, "k", k)
     for name, x in (("pages", pages), ("offsets", offsets)):
         check_tensor(name, x, torch.int64, (tokens,), "k", k)
     if (ids is None) != (buckets is None):
         raise ValueError("ids and buckets: expected both or neither")
-    if ids is not None and (ids.dtype not in (torch.int32, torch.int64) or ids.shape != (heads, tokens)):
-        raise ValueError(f"ids is {ids.dtype} {tuple(ids.shape)}: expected int32 or int64 ({heads}, {tokens})")
+    if ids is not None and (
+        ids.dtype not in (torch.int32, torch.int64) or ids.shape != (heads, tokens)
+    ):
+        raise ValueError(
+            f"ids is {ids.dtype} {tuple(ids.shape)}: expected int32 or int64 ({heads}, {tokens})"
+        )
     if ids is not None:
         check_device("ids", ids, "k", k)
     if buckets is not None:
@@ -78,8 +107,10 @@ def launch(
     rows, padded, warps = row_tile(tokens, size)
     _write_kernel[(triton.cdiv(tokens, rows), heads)](
         k, v, keys, values, pages, offsets, ids, buckets, tokens,
-        *k.stride(), *v.stride(), *keys.stride(), *values.stride(), pages.stride(0), offsets.stride(0),
-        *((0, 0) if ids is None else ids.stride()), *((0, 0, 0) if buckets is None else buckets.stride()),
+        *k.stride(), *v.stride(), *keys.stride(), *values.stride(), pages.stride(0),
+        offsets.stride(0),
+        *((0, 0) if ids is None else ids.stride()),
+        *((0, 0, 0) if buckets is None else buckets.stride()),
         SIZE=size, BT=rows, BD=padded, num_warps=warps, **pdl_args(k.device),
     )  # fmt: skip
 
@@ -95,7 +126,10 @@ def _write_kernel(
 ):  # fmt: skip
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
-    head, token = tl.program_id(1).to(tl.int64), (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
+    head, token = (
+        tl.program_id(1).to(tl.int64),
+        (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64),
+    )
     o_d, m_token = tl.arange(0, BD)[None, :], token < tokens
     mask = m_token[:, None] & (o_d < SIZE)
     page = tl.load(pages_ptr + token * stride_pages, mask=m_token, other=0)
@@ -108,4 +142,8 @@ def _write_kernel(
     tl.store(values_ptr + o_values[:, None] + o_d * stride_values_d, v, mask=mask)
     if ids_ptr is not None:
         bucket = tl.load(ids_ptr + head * stride_ih + token * stride_it, mask=m_token)
-        tl.store(buckets_ptr + page * stride_bp + offset * stride_bs + head * stride_bh, bucket.to(tl.int16), mask=m_token)
+        tl.store(
+            buckets_ptr + page * stride_bp + offset * stride_bs + head * stride_bh,
+            bucket.to(tl.int16),
+            mask=m_token,
+        )

@@ -24,7 +24,11 @@ def best_blocks(
     above: float = 0.0,
 ) -> Tensor:
     """Reference of :func:`msattn.kernels.best_blocks.best_blocks`, by sorting."""
-    ranked = scores.nan_to_num(nan=torch.finfo(scores.dtype).max).masked_fill(always, math.inf).masked_fill(~visible, -math.inf)
+    ranked = (
+        scores.nan_to_num(nan=torch.finfo(scores.dtype).max)
+        .masked_fill(always, math.inf)
+        .masked_fill(~visible, -math.inf)
+    )
     order = ranked.argsort(dim=-1, descending=True, stable=True)
     taken = torch.arange(scores.shape[-1], device=scores.device) < counts
     mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, taken.expand_as(order))

@@ -24,12 +24,21 @@ def bucket_mass(
     k_pos: Tensor | None = None,
 ) -> BucketMass:
     """Reference of :func:`msattn.kernels.bucket_mass.bucket_mass`."""
-    scale, softcap, statistics = resolve_scale(scale, q.shape[3]), resolve_softcap(softcap), statistics_dtype(q)
+    scale, softcap, statistics = (
+        resolve_scale(scale, q.shape[3]),
+        resolve_softcap(softcap),
+        statistics_dtype(q),
+    )
     batch, q_heads, num_queries, _ = q.shape
     kv_heads, num_keys = k.shape[1:3]
     if not (int(buckets.min()) >= -1 and int(buckets.max()) < num_buckets):
-        raise ValueError(f"buckets: {int(buckets.min())} to {int(buckets.max())}, expected -1 (excluded) to {num_buckets - 1}")
-    q_pos = torch.arange(num_keys - num_queries, num_keys, device=q.device) if q_pos is None else q_pos
+        raise ValueError(
+            f"buckets: {int(buckets.min())} to {int(buckets.max())}, expected -1 (excluded) to "
+            f"{num_buckets - 1}"
+        )
+    q_pos = (
+        torch.arange(num_keys - num_queries, num_keys, device=q.device) if q_pos is None else q_pos
+    )
     k_pos = torch.arange(num_keys, device=q.device) if k_pos is None else k_pos
     keys = k.to(statistics).transpose(-1, -2)  # [B, Hkv, D, n_k]
     grouped = q.unflatten(1, (kv_heads, -1))  # [B, Hkv, G, n_q, D]
@@ -39,7 +48,9 @@ def bucket_mass(
     lse = q.new_empty(shape, dtype=statistics)
     top_key = torch.empty(shape, dtype=torch.int32, device=q.device)
 
-    for rows in torch.arange(num_queries).split(max(1, SCORES_AT_ONCE // (batch * q_heads * num_keys))):
+    for rows in torch.arange(num_queries).split(
+        max(1, SCORES_AT_ONCE // (batch * q_heads * num_keys))
+    ):
         part = slice(int(rows[0]), int(rows[-1]) + 1)
         distance = q_pos[part, None] - k_pos[None, :]
         seen = (buckets >= 0)[:, :, None, None]  # [B, Hkv, 1, 1, n_k]
@@ -48,7 +59,8 @@ def bucket_mass(
         if min_distance is not None:
             seen = seen & (distance.abs() > min_distance)
         queries = grouped[:, :, :, part].to(statistics)
-        scores = (queries.flatten(2, 3) @ keys).mul_(scale).unflatten(2, queries.shape[2:4])  # [B, Hkv, G, rows, n_k]
+        # [B, Hkv, G, rows, n_k]
+        scores = (queries.flatten(2, 3) @ keys).mul_(scale).unflatten(2, queries.shape[2:4])
         scores = cap_scores(scores, softcap).masked_fill_(~seen, -math.inf)
         row_max, top = scores.max(-1)
         nothing = row_max == -math.inf

@@ -15,22 +15,36 @@ def conv_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, **options: A
 
 
 def conv_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, *, causal: bool = True, mask: str = "query", **options: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    *,
+    causal: bool = True,
+    mask: str = "query",
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """Returns the output of :func:`conv_attention` and the LSE of convolved scores."""
-    return mixed_attention(q, k, v, weight, _convolution(weight, causal, mask), causal=causal, **options)
+    return mixed_attention(
+        q, k, v, weight, _convolution(weight, causal, mask), causal=causal, **options
+    )
 
 
-def conv_attention_backward(*, weight: Tensor, causal: bool, mask: str, **others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def conv_attention_backward(
+    *, weight: Tensor, causal: bool, mask: str, **others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the gradients of q, k, v and weight."""
-    return mixed_attention_backward(weight=weight, mixing=_convolution(weight, causal, mask), causal=causal, **others)
+    return mixed_attention_backward(
+        weight=weight, mixing=_convolution(weight, causal, mask), causal=causal, **others
+    )
 
 
 def _convolution(weight: Tensor, causal: bool, mask: str) -> Mixing:
-    """Returns the convolution of each head, ``mixed[i, j] = sum over a, b of weight[a, b] * scores[i + a, j + b]``.
+    """Returns the convolution of each head,
+    ``mixed[i, j] = sum over a, b of weight[a, b] * scores[i + a, j + b]``.
 
-    With ``mask="key"`` the sum leaves out keys after query i of the output. The last row of ``mixed`` sees all columns, as a
-    chunk's keys end with its last query.
+    With ``mask="key"`` the sum leaves out keys after query i of the output. The last row of
+    ``mixed`` sees all columns, as a chunk's keys end with its last query.
     """
     key_mask, before = causal and mask == "key", key_taps_before(weight)
 
@@ -46,13 +60,22 @@ def _convolution(weight: Tensor, causal: bool, mask: str) -> Mixing:
 
     def convolve_backward(weight: Tensor, scores: Tensor, dmixed: Tensor) -> tuple[Tensor, Tensor]:
         dweight, dscores = torch.zeros_like(weight), torch.zeros_like(scores)
-        for (a, b, part), (_, _, dpart) in zip(_shifted_scores(weight, scores), _shifted_scores(weight, dscores), strict=True):
+        for (a, b, part), (_, _, dpart) in zip(
+            _shifted_scores(weight, scores), _shifted_scores(weight, dscores), strict=True
+        ):
             of_tap = counted(dmixed, b)
             dweight[:, a, b] = (of_tap * part).sum((0, 2, 3))
             dpart.addcmul_(of_tap, weight[:, a, b, None, None])
         return dweight, dscores
 
-    return Mixing(convolve, convolve_backward, weight.shape[1] - 1, before, key_taps_after(weight), not key_mask)
+    return Mixing(
+        convolve,
+        convolve_backward,
+        weight.shape[1] - 1,
+        before,
+        key_taps_after(weight),
+        not key_mask,
+    )
 
 
 def _shifted_scores(weight: Tensor, scores: Tensor) -> list[tuple[int, int, Tensor]]:

@@ -31,7 +31,10 @@ def conv_decode(
         start = 0 if kv_start is None else int(kv_start[b])
         end = k.shape[2] if kv_len is None else int(kv_len[b])
         if not (0 <= start <= k.shape[2] and 0 <= end <= k.shape[2]):
-            raise ValueError(f"kv_start={start}, kv_len={end}: expected positions in the cache, 0 to {k.shape[2]}")
+            raise ValueError(
+                f"kv_start={start}, kv_len={end}: expected positions in the cache, 0 to "
+                f"{k.shape[2]}"
+            )
         if end <= start:
             continue
         keys, values = (x[b, :, None, start:end].to(statistics) for x in (k, v))  # [Hkv, 1, m, D]

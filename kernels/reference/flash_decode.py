@@ -1,4 +1,6 @@
-"""References of ``flash_decode``, both variants, one part of the keys at a time, and of ``merge_states``."""
+"""References of ``flash_decode``, both variants, one part of the keys at a time, and of
+``merge_states``.
+"""
 
 import math
 
@@ -41,7 +43,9 @@ def flash_decode(
         s = (queries @ k[b, :, part].to(statistics).mT * scale).view(q_heads, num_queries, -1)
         j = torch.arange(part.start, part.stop, device=q.device)
         if score_mod is not None:
-            s = score_mod.reference(s, b, h, i.clamp(min=0), j, *score_mod.tensors, *score_mod.numbers)
+            s = score_mod.reference(
+                s, b, h, i.clamp(min=0), j, *score_mod.tensors, *score_mod.numbers
+            )
         seen = (i >= starts[b]) & (j <= i) if causal else (i >= starts[b]).expand(-1, len(j))
         return s.masked_fill(~seen, -math.inf)
 
@@ -54,7 +58,11 @@ def flash_decode(
         parts = [slice(j, min(j + share, end)) for j in range(first, end, share)]
         if not parts:
             continue
-        largest = torch.stack([scores(b, i, part).amax(-1) for part in parts]).amax(0) if variant == "global" else None
+        largest = (
+            torch.stack([scores(b, i, part).amax(-1) for part in parts]).amax(0)
+            if variant == "global"
+            else None
+        )
         states = []
         for part in parts:
             s = scores(b, i, part)

@@ -27,8 +27,13 @@ def gate_scores(
 ) -> Tensor:
     """Reference of :func:`msattn.kernels.gate_scores.gate_scores`."""
     num_queries, (_, hidden, k_width) = q.shape[2], key_weight.shape
-    start = torch.zeros(1, dtype=torch.long, device=q.device) if kv_start is None else kv_start.long()
-    rows = torch.arange(0, num_queries, block_size, device=q.device) + (num_keys - num_queries - start).clamp(min=0)[:, None]
+    start = (
+        torch.zeros(1, dtype=torch.long, device=q.device) if kv_start is None else kv_start.long()
+    )
+    rows = (
+        torch.arange(0, num_queries, block_size, device=q.device)
+        + (num_keys - num_queries - start).clamp(min=0)[:, None]
+    )
     cols = torch.arange(0, num_keys, key_block_size or block_size, device=q.device)[None]
     key_weight = key_weight.unflatten(0, (pooled_k.shape[1], -1))
     gate_k = torch.einsum("bhtp,hgop->bhgto", pooled_k[..., :k_width], key_weight).flatten(1, 2)
@@ -37,15 +42,23 @@ def gate_scores(
     mean_k = pooled_k[..., k_width:].repeat_interleave(len(query_weight) // pooled_k.shape[1], 1)
 
     def probabilities(pooled_q: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
-        """Returns those of queries ``[B, Hq, T, pools * D]``, pooled and with their mean after RoPE."""
+        """Returns those of queries ``[B, Hq, T, pools * D]``, pooled and with their mean after
+        RoPE.
+        """
         pooled_q = pooled_q.unflatten(1, (len(query_weight), -1))
         width = query_weight.shape[2] // pooled_q.shape[2]
-        gate_q = torch.einsum("bhtp,hop->bhto", pooled_q[..., :width].transpose(2, 3).flatten(3), query_weight)
+        gate_q = torch.einsum(
+            "bhtp,hop->bhto", pooled_q[..., :width].transpose(2, 3).flatten(3), query_weight
+        )
         gate_q = gate_q if inv_freq is None else _apply_rope(gate_q, inv_freq, positions)
-        logits = gate_q * hidden**-0.5 @ gate_k.mT + mean_weight * pooled_q[..., width:].mean(2) @ mean_k.mT
+        logits = (
+            gate_q * hidden**-0.5 @ gate_k.mT
+            + mean_weight * pooled_q[..., width:].mean(2) @ mean_k.mT
+        )
         return block_softmax(logits, visible[:, None])
 
-    end = (rows + block_size).minimum(num_keys - start[:, None])  # end of the keys visible to a row block
+    # end of the keys visible to a row block
+    end = (rows + block_size).minimum(num_keys - start[:, None])
     exists = rows < num_keys - start[:, None]
     first = first_query(num_queries, num_keys, kv_start, q.device)
     pooled_q = pool_blocks(q, q_pool, block_size=block_size, start=first, rotated=q_rope)
@@ -54,15 +67,22 @@ def gate_scores(
     if columns is not None:
         unseen = ~visible[:, None]
         scores = scores.maximum(columns[:, :, None]).masked_fill(unseen, 0)
-        scores = (scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)).masked_fill(unseen, 0)
+        scores = (
+            scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+        ).masked_fill(unseen, 0)
     if not last_queries:
         return scores
     # Every pooling of one query is the query.
-    single = [*[q[:, :, -block_size:]] * len(q_pool), *([] if q_rope is None else [q_rope[:, :, -block_size:]])]
+    single = [
+        *[q[:, :, -block_size:]] * len(q_pool),
+        *([] if q_rope is None else [q_rope[:, :, -block_size:]]),
+    ]
     own = torch.arange(num_keys - single[0].shape[2], num_keys, device=q.device) - start[:, None]
     row = exists.sum(1, keepdim=True).clamp(min=1) - 1  # row of the last query
     positions = rows.gather(1, row).expand(-1, single[0].shape[2])
-    largest = probabilities(torch.cat(single, -1).to(statistics_dtype(q)), positions, cols[:, None] <= own[..., None])
+    largest = probabilities(
+        torch.cat(single, -1).to(statistics_dtype(q)), positions, cols[:, None] <= own[..., None]
+    )
     is_last = torch.arange(rows.shape[1], device=q.device) == row
     return scores.where(~is_last[:, None, :, None], scores.maximum(largest.amax(2, keepdim=True)))
 
@@ -71,4 +91,6 @@ def _apply_rope(x: Tensor, inv_freq: Tensor, positions: Tensor) -> Tensor:
     """Rotates ``x [B, H, T, hidden]`` at ``positions [B | 1, T]`` by fp32 angles."""
     angles = (positions[..., None].float() * inv_freq).to(x.dtype)[:, None]
     a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
+    return torch.cat(
+        [a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1
+    )

@@ -13,7 +13,9 @@ def head_mix_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, **option
     return head_mix_attention_forward(q, k, v, weight, **options)[0]
 
 
-def head_mix_attention_forward(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def head_mix_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
     """Returns the output of :func:`head_mix_attention` and the LSE of mixed scores."""
     return mixed_attention(q, k, v, weight, MIXING, **options)
 
@@ -29,7 +31,9 @@ def _mix(weight: Tensor, scores: Tensor) -> Tensor:
 
 
 def _mix_backward(weight: Tensor, scores: Tensor, dmixed: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.einsum("bhnm,bgnm->hg", dmixed, scores), torch.einsum("hg,bhnm->bgnm", weight, dmixed)
+    return torch.einsum("bhnm,bgnm->hg", dmixed, scores), torch.einsum(
+        "hg,bhnm->bgnm", weight, dmixed
+    )
 
 
 MIXING = Mixing(_mix, _mix_backward)

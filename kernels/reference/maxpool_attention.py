@@ -33,14 +33,19 @@ def maxpool_attention(
     key_block_size = key_block_size or block_size
     blocks = [-(-x.shape[2] // size) for x, size in ((q, block_size), (k, key_block_size))]
     out = torch.zeros_like(q)
-    sink_logits = q.new_full(q.shape[1:2], -math.inf, dtype=statistics) if sinks is None else sinks.to(statistics)
+    sink_logits = (
+        q.new_full(q.shape[1:2], -math.inf, dtype=statistics)
+        if sinks is None
+        else sinks.to(statistics)
+    )
     lse = sink_logits[:, None].expand(q.shape[:3]).clone()
     sink_logits = sink_logits.view(k.shape[1], -1, 1)
     pooled = q.new_zeros((*q.shape[:2], *blocks), dtype=statistics)
 
     for batch, first_query, first_key, delta in sequences(q, k, kv_start, causal):
         queries = q[batch, :, first_query:].unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, n, D]
-        keys, values = (x[batch, :, None, first_key:].to(statistics) for x in (k, v))  # [B, Hkv, 1, m, D]
+        # [B, Hkv, 1, m, D]
+        keys, values = (x[batch, :, None, first_key:].to(statistics) for x in (k, v))
         n, m = queries.shape[3], keys.shape[3]
         if m == 0:
             continue
@@ -52,19 +57,25 @@ def maxpool_attention(
             scores = cap_scores(scores, softcap)
             hidden = torch.arange(last, device=q.device) > (t[:, None] + delta if causal else m)
             row_lse = scores.masked_fill_(hidden, -math.inf).logsumexp(-1).logaddexp(sink_logits)
-            probs = scores.sub_(row_lse[..., None]).exp_().masked_fill_(hidden, 0)  # also in rows that are NaN
+            # also in rows that are NaN
+            probs = scores.sub_(row_lse[..., None]).exp_().masked_fill_(hidden, 0)
             by_query = _into_blocks(probs, -1, key_block_size)  # [B, Hkv, G, rows, c, key block]
             by_query = by_query.amax(-1) if pool == "max" else by_query.sum(-1)
             block_map = _into_blocks(by_query, -2, block_size)  # [B, Hkv, G, r, block, c]
             if pool == "mean_mass":
-                block_map = block_map.sum(-2) / _into_blocks(torch.ones_like(t), -1, block_size).sum(-1)[:, None]
+                block_map = (
+                    block_map.sum(-2)
+                    / _into_blocks(torch.ones_like(t), -1, block_size).sum(-1)[:, None]
+                )
             else:
                 block_map = block_map.amax(-2)
             rows = slice(first_query + begin, first_query + end)
             out[batch, :, rows] = (probs @ values[..., :last, :]).flatten(1, 2).to(q.dtype)
             lse[batch, :, rows] = row_lse.flatten(1, 2)
             r = begin // block_size
-            pooled[batch, :, r : r + block_map.shape[-2], : block_map.shape[-1]] = block_map.flatten(1, 2)
+            pooled[batch, :, r : r + block_map.shape[-2], : block_map.shape[-1]] = (
+                block_map.flatten(1, 2)
+            )
     return MaxPoolAttention(out, lse, pooled)
 
 

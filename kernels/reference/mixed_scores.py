@@ -14,13 +14,14 @@ from msattn.kernels.reference.common import SCORES_AT_ONCE, sequences
 class Mixing(NamedTuple):
     """Linear map of scores, ``[B, Hq, before + n, left + m + right]`` to ``[B, Hq, n, m]``.
 
-    A mixed score depends on scores of ``before`` earlier queries, and of ``left`` earlier and ``right`` later keys; those that
-    do not exist are 0, with ``own_mask`` also those of keys after their own query. ``backward`` returns the gradients of weight
-    and scores.
+    A mixed score depends on scores of ``before`` earlier queries, and of ``left`` earlier and
+    ``right`` later keys; those that do not exist are 0, with ``own_mask`` also those of keys after
+    their own query. ``backward`` returns the gradients of weight and scores.
     """
 
     forward: Callable[[Tensor, Tensor], Tensor]  # (weight, scores) -> mixed scores
-    backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # (weight, scores, mixed gradient) -> gradients
+    # (weight, scores, mixed gradient) -> gradients
+    backward: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     before: int = 0
     left: int = 0
     right: int = 0
@@ -30,8 +31,9 @@ class Mixing(NamedTuple):
 class _Chunk(NamedTuple):
     """Chunk of queries, and the keys that they see.
 
-    ``around`` is ``rows`` and the rows before them that mixing needs. ``hidden [before + n, m]`` is True for keys whose
-    ``scores`` with a row of ``around`` are 0. ``mixed`` are the scores of ``rows`` after mixing.
+    ``around`` is ``rows`` and the rows before them that mixing needs. ``hidden [before + n, m]`` is
+    True for keys whose ``scores`` with a row of ``around`` are 0. ``mixed`` are the scores of
+    ``rows`` after mixing.
     """
 
     batch: slice
@@ -56,14 +58,16 @@ def mixed_attention(
 ) -> tuple[Tensor, Tensor]:
     """Computes attention with mixed scores, differentiably, for a few queries at a time.
 
-    Returns ``out [B, Hq, N, D]`` and ``lse [B, Hq, N]``, which are 0 and -inf for rows without visible keys.
+    Returns ``out [B, Hq, N, D]`` and ``lse [B, Hq, N]``, which are 0 and -inf for rows without
+    visible keys.
     """
     scale, statistics = resolve_scale(scale, q.shape[3]), statistics_dtype(q)
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=statistics)
     for chunk in _chunks(q, k, weight.to(statistics), mixing, causal, scale, kv_start):
         row_lse = chunk.mixed.logsumexp(-1)
-        probs = (chunk.mixed - row_lse[..., None]).exp().unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, n, m]
+        # [B, Hkv, G, n, m]
+        probs = (chunk.mixed - row_lse[..., None]).exp().unflatten(1, (k.shape[1], -1))
         values = v[chunk.batch, :, None, chunk.keys].to(statistics)
         out[chunk.batch, :, chunk.rows] = (probs @ values).flatten(1, 2).to(q.dtype)
         lse[chunk.batch, :, chunk.rows] = row_lse
@@ -91,16 +95,22 @@ def mixed_attention_backward(
     statistics = statistics_dtype(q)
     kernel = weight.to(statistics)
     dq, dk, dv, dweight = (torch.zeros_like(x, dtype=statistics) for x in (q, k, v, weight))
-    for batch, rows, around, keys, scores, hidden, mixed in _chunks(q, k, kernel, mixing, causal, scale, kv_start):
-        grouped_dout = dout[batch, :, rows].to(statistics).unflatten(1, (k.shape[1], -1))  # [B, Hkv, G, n, D]
+    for batch, rows, around, keys, scores, hidden, mixed in _chunks(
+        q, k, kernel, mixing, causal, scale, kv_start
+    ):
+        # [B, Hkv, G, n, D]
+        grouped_dout = dout[batch, :, rows].to(statistics).unflatten(1, (k.shape[1], -1))
         values = v[batch, :, None, keys].to(statistics)
         unseen = mixed == -math.inf
-        probs = (mixed - lse[batch, :, rows, None]).exp().masked_fill(unseen, 0)  # also in rows that are NaN
+        # also in rows that are NaN
+        probs = (mixed - lse[batch, :, rows, None]).exp().masked_fill(unseen, 0)
         dprobs = (grouped_dout @ values.mT).flatten(1, 2)
         row_delta = (dout[batch, :, rows].to(statistics) * out[batch, :, rows]).sum(-1)
         dv[batch, :, keys] += (probs.unflatten(1, (k.shape[1], -1)).mT @ grouped_dout).sum(2)
 
-        dkernel, dscores = mixing.backward(kernel, scores, (probs * (dprobs - row_delta[..., None])).masked_fill(unseen, 0))
+        dkernel, dscores = mixing.backward(
+            kernel, scores, (probs * (dprobs - row_delta[..., None])).masked_fill(unseen, 0)
+        )
         dweight += dkernel
         dscores = dscores[:, :, -hidden.shape[0] :, mixing.left : dscores.shape[3] - mixing.right]
         dscores = (dscores.masked_fill(hidden, 0) * scale).unflatten(1, (k.shape[1], -1))
@@ -111,7 +121,13 @@ def mixed_attention_backward(
 
 
 def _chunks(
-    q: Tensor, k: Tensor, weight: Tensor, mixing: Mixing, causal: bool, scale: float, kv_start: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    weight: Tensor,
+    mixing: Mixing,
+    causal: bool,
+    scale: float,
+    kv_start: Tensor | None,
 ) -> Iterator[_Chunk]:
     """Yields the scores of a few queries at a time, before and after mixing."""
     statistics = statistics_dtype(q)
@@ -127,7 +143,10 @@ def _chunks(
             keys = slice(first_key, first_key + last)
             queries = q[batch, :, around].to(statistics).unflatten(1, (k.shape[1], -1))
             scores = (queries @ k[batch, :, None, keys].to(statistics).mT * scale).flatten(1, 2)
-            order = torch.arange(last, device=q.device) - torch.arange(first, end, device=q.device)[:, None]
+            order = (
+                torch.arange(last, device=q.device)
+                - torch.arange(first, end, device=q.device)[:, None]
+            )
             future = order > delta if causal else torch.zeros_like(order, dtype=torch.bool)
             hidden = future & mixing.own_mask
             scores = scores.masked_fill(hidden, 0)

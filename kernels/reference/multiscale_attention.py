@@ -1,8 +1,9 @@
 """Multi-scale attention in PyTorch, by gathering means, and its gradient.
 
-Means of K and V are appended to them. The result has the *entries* ``[keys | means of 2 | of 4 | of 8]``, counted from the
-start of a sequence. A block at zoom 8 has an eighth as many entries as keys. Blocks are listed in parts of an eighth of a
-block, so that the length of a list is proportional to the number of entries at every zoom.
+Means of K and V are appended to them. The result has the *entries*
+``[keys | means of 2 | of 4 | of 8]``, counted from the start of a sequence. A block at zoom 8 has
+an eighth as many entries as keys. Blocks are listed in parts of an eighth of a block, so that the
+length of a list is proportional to the number of entries at every zoom.
 """
 
 import math
@@ -14,7 +15,12 @@ from torch import Tensor
 
 from msattn.kernels.common.block_checks import ZOOMS
 from msattn.kernels.common.checks import resolve_scale, resolve_softcap, statistics_dtype
-from msattn.kernels.reference.common import masked_attention, masked_attention_backward, row_lists, sequences
+from msattn.kernels.reference.common import (
+    masked_attention,
+    masked_attention_backward,
+    row_lists,
+    sequences,
+)
 from msattn.kernels.types import SparseAttention
 
 PARTS = max(ZOOMS)  # parts of a block
@@ -59,12 +65,22 @@ def multiscale_attention(
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=statistics)
     for batch, first_query, first_key, delta in sequences(q, k, kv_start, causal):
-        queries, keys, values = q[batch, :, first_query:], *(_with_means(x[batch, :, first_key:]) for x in (k, v))
+        queries, keys, values = (
+            q[batch, :, first_query:],
+            *(_with_means(x[batch, :, first_key:]) for x in (k, v)),
+        )
         part_out, part_lse = out[batch, :, first_query:], lse[batch, :, first_query:]
-        for x in _selected_chunks(queries, k.shape[2] - first_key, zoom_of[batch], block_size, causal, delta):
+        for x in _selected_chunks(
+            queries, k.shape[2] - first_key, zoom_of[batch], block_size, causal, delta
+        ):
             read, place = (x.b, x.h // group, x.j), (x.b, x.h, x.i)
-            row_q, row_k, row_v = (tensor[at].to(statistics) for tensor, at in ((queries, place), (keys, read), (values, read)))
-            rows_out, rows_lse = masked_attention(row_q, row_k, row_v, x.seen, scale, x.bias, softcap)
+            row_q, row_k, row_v = (
+                tensor[at].to(statistics)
+                for tensor, at in ((queries, place), (keys, read), (values, read))
+            )
+            rows_out, rows_lse = masked_attention(
+                row_q, row_k, row_v, x.seen, scale, x.bias, softcap
+            )
             rows = tuple(index.expand_as(x.i)[x.exists] for index in place)
             part_out[rows] = rows_out[x.exists].to(q.dtype)
             part_lse[rows] = rows_lse[x.exists]
@@ -93,20 +109,37 @@ def multiscale_attention_backward(
     zoom_of = zoom.expand(q.shape[0], -1, -1, -1)
     dq, dk, dv = (torch.zeros_like(x, dtype=statistics) for x in (q, k, v))
     for batch, first_query, first_key, delta in sequences(q, k, kv_start, causal):
-        queries, douts, outs, dlses, lses = (x[batch, :, first_query:] for x in (q, dout, out, dlse, lse))
+        queries, douts, outs, dlses, lses = (
+            x[batch, :, first_query:] for x in (q, dout, out, dlse, lse)
+        )
         keys, values = (_with_means(x[batch, :, first_key:]) for x in (k, v))
         dqueries = dq[batch, :, first_query:]
         dkeys, dvalues = (torch.zeros_like(x, dtype=statistics) for x in (keys, values))
-        for x in _selected_chunks(queries, k.shape[2] - first_key, zoom_of[batch], block_size, causal, delta):
+        for x in _selected_chunks(
+            queries, k.shape[2] - first_key, zoom_of[batch], block_size, causal, delta
+        ):
             read, place = (x.b, x.h // group, x.j), (x.b, x.h, x.i)
-            row_q, row_dout, row_out = (tensor[place].to(statistics) for tensor in (queries, douts, outs))
+            row_q, row_dout, row_out = (
+                tensor[place].to(statistics) for tensor in (queries, douts, outs)
+            )
             row_k, row_v = (tensor[read].to(statistics) for tensor in (keys, values))
             row_dq, row_dk, row_dv = masked_attention_backward(
-                row_dout, dlses[place], row_q, row_k, row_v, row_out, lses[place], x.seen, scale, x.bias, softcap
+                row_dout,
+                dlses[place],
+                row_q,
+                row_k,
+                row_v,
+                row_out,
+                lses[place],
+                x.seen,
+                scale,
+                x.bias,
+                softcap,
             )
             dqueries[tuple(index.expand_as(x.i)[x.exists] for index in place)] = row_dq[x.exists]
             entry_rows = ((x.b * k.shape[1] + x.h // group) * keys.shape[2] + x.j).flatten()
-            dkeys.view(-1, k.shape[3]).index_add_(0, entry_rows, row_dk.flatten(0, 1))  # deterministic on a CPU
+            # deterministic on a CPU
+            dkeys.view(-1, k.shape[3]).index_add_(0, entry_rows, row_dk.flatten(0, 1))
             dvalues.view(-1, k.shape[3]).index_add_(0, entry_rows, row_dv.flatten(0, 1))
         dk[batch, :, first_key:] = _distribute_gradient(dkeys, k.shape[2] - first_key)
         dv[batch, :, first_key:] = _distribute_gradient(dvalues, k.shape[2] - first_key)
@@ -116,7 +149,9 @@ def multiscale_attention_backward(
 def _check_values(zoom: Tensor) -> None:
     invalid = sorted({*zoom.unique().tolist()} - {0, *ZOOMS})
     if invalid:
-        raise ValueError(f"zoom holds {', '.join(map(str, invalid))}: expected 0 (skip), 1, 2, 4 or 8")
+        raise ValueError(
+            f"zoom holds {', '.join(map(str, invalid))}: expected 0 (skip), 1, 2, 4 or 8"
+        )
 
 
 def _with_means(x: Tensor) -> Tensor:
@@ -143,11 +178,14 @@ def _distribute_gradient(dx: Tensor, m: int) -> Tensor:
     tokens = torch.arange(m, device=dx.device)
     levels = dx.split([-(-m // z) for z in ZOOMS], 2)
     return sum(  # type: ignore[return-value]
-        level[:, :, tokens // z] / (m - tokens // z * z).clamp(max=z)[:, None] for z, level in zip(ZOOMS, levels, strict=True)
+        level[:, :, tokens // z] / (m - tokens // z * z).clamp(max=z)[:, None]
+        for z, level in zip(ZOOMS, levels, strict=True)
     )
 
 
-def _selected_chunks(queries: Tensor, m: int, zoom: Tensor, block_size: int, causal: bool, delta: int) -> Iterator[_Rows]:
+def _selected_chunks(
+    queries: Tensor, m: int, zoom: Tensor, block_size: int, causal: bool, delta: int
+) -> Iterator[_Rows]:
     """Yields the entries that row blocks of ``queries [B, Hq, n, D]`` read.
 
     ``queries`` belong to a part of the batch with m keys.
@@ -159,13 +197,18 @@ def _selected_chunks(queries: Tensor, m: int, zoom: Tensor, block_size: int, cau
         exists = exists & (first_u < (first_t + block_size).clamp(max=n)[:, None] + delta)
         whole = (first_u + block_size).clamp(max=m) <= first_t[:, None] + delta + 1
         zoom = zoom.where(whole, zoom.clamp(max=1))
-    zoom = zoom.where(exists, 0).repeat_interleave(queries.shape[1] // zoom.shape[1], dim=1)  # [B, Hq, Tr, Tc]
+    # [B, Hq, Tr, Tc]
+    zoom = zoom.where(exists, 0).repeat_interleave(queries.shape[1] // zoom.shape[1], dim=1)
 
     size = block_size // PARTS
     part = torch.arange(PARTS, device=device)
-    parts_of = torch.tensor([PARTS // z if z in ZOOMS else 0 for z in range(PARTS + 1)], device=device)
+    parts_of = torch.tensor(
+        [PARTS // z if z in ZOOMS else 0 for z in range(PARTS + 1)], device=device
+    )
     begin_of = torch.zeros(PARTS + 1, dtype=torch.int64, device=device)  # first entry of each zoom
-    begin_of[list(ZOOMS)] = torch.tensor([0, *(-(-m // z) for z in ZOOMS[:-1])], device=device).cumsum(0)
+    begin_of[list(ZOOMS)] = torch.tensor(
+        [0, *(-(-m // z) for z in ZOOMS[:-1])], device=device
+    ).cumsum(0)
     selected = (part < parts_of[zoom.int()][..., None]).flatten(3)  # [B, Hq, Tr, Tc * PARTS]
     for rows, c in row_lists(selected.flatten(0, 2), block_size * size):
         b, h, r = torch.unravel_index(rows, zoom.shape[:3])

@@ -1,6 +1,7 @@
 """References of the operations on a paged cache, one sequence at a time.
 
-They gather the filled pages of a sequence, and refuse lengths outside the table and filled pages outside the cache.
+They gather the filled pages of a sequence, and refuse lengths outside the table and filled pages
+outside the cache.
 """
 
 import math
@@ -32,8 +33,8 @@ def paged_block_sparse_attention(
 ) -> SparseAttention:
     """Reference of :func:`msattn.kernels.paged.paged_block_sparse_attention`.
 
-    It checks that ``cu_queries`` ascends from 0 within q, and that a sequence has at most ``max_queries`` queries, and at
-    most as many as keys.
+    It checks that ``cu_queries`` ascends from 0 within q, and that a sequence has at most
+    ``max_queries`` queries, and at most as many as keys.
     """
     bounds = _query_bounds(q, cache, cu_queries, max_queries)
     sizes = block_size, resolve_key_block_size(block_size, key_block_size)
@@ -43,30 +44,45 @@ def paged_block_sparse_attention(
         if begin == end:
             continue
         k, v = (x[slots].transpose(0, 1)[None] for x in (cache.k, cache.v))  # [1, Hkv, kv_len, D]
-        blocks = [-(-tokens // size) for tokens, size in zip((end - begin, k.shape[2]), sizes, strict=True)]
+        blocks = [
+            -(-tokens // size)
+            for tokens, size in zip((end - begin, k.shape[2]), sizes, strict=True)
+        ]
         if block_mask is None:
             mask = torch.ones((1, 1, *blocks), dtype=torch.bool, device=q.device)
         else:
             mask = block_mask[b : b + 1, :, : blocks[0], : blocks[1]]
         queries = q[begin:end].transpose(0, 1)[None]
-        options = {"block_size": block_size, "key_block_size": sizes[1], "scale": scale, "softcap": softcap}
+        options = {
+            "block_size": block_size,
+            "key_block_size": sizes[1],
+            "scale": scale,
+            "softcap": softcap,
+        }
         of_sequence = block_sparse_attention(queries, k, v, mask, **options)
         out[begin:end] = of_sequence.out[0].transpose(0, 1)
         lse[begin:end] = of_sequence.lse[0].T
     return SparseAttention(out, lse)
 
 
-def _query_bounds(q: Tensor, cache: PagedKeys, cu_queries: Tensor, max_queries: int) -> list[tuple[int, int]]:
+def _query_bounds(
+    q: Tensor, cache: PagedKeys, cu_queries: Tensor, max_queries: int
+) -> list[tuple[int, int]]:
     """Returns the rows ``[begin, end)`` of each sequence in q."""
     offsets = cu_queries.tolist()
     bounds = list(pairwise(offsets))
     if offsets[0] != 0 or offsets[-1] > q.shape[0] or any(begin > end for begin, end in bounds):
-        raise ValueError(f"cu_queries={offsets}: expected ascending offsets from 0 to at most {q.shape[0]}, the queries of q")
+        raise ValueError(
+            f"cu_queries={offsets}: expected ascending offsets from 0 to at most {q.shape[0]}, "
+            f"the queries of q"
+        )
     for (begin, end), length in zip(bounds, cache.kv_len.tolist(), strict=True):
         if end - begin > max_queries:
             raise ValueError(f"max_queries={max_queries}: a sequence has {end - begin} queries")
         if end - begin > length:
-            raise ValueError(f"cache.kv_len: a sequence has {length} keys, fewer than its {end - begin} queries")
+            raise ValueError(
+                f"cache.kv_len: a sequence has {length} keys, fewer than its {end - begin} queries"
+            )
     return bounds
 
 
@@ -80,7 +96,8 @@ def paged_flash_decode(
     for b, (page, offset) in enumerate(paged_slots(cache)):
         if len(page) == 0:
             continue
-        k, v = (x[page, offset].transpose(0, 1)[None] for x in (cache.k, cache.v))  # [1, Hkv, kv_len, D]
+        # [1, Hkv, kv_len, D]
+        k, v = (x[page, offset].transpose(0, 1)[None] for x in (cache.k, cache.v))
         one = slice(b, b + 1)
         out[one], lse[one] = flash_decode(q[one], k, v, causal=True, score_mod=mod, scale=scale)
     return SparseAttention(out, lse)
@@ -111,9 +128,13 @@ def paged_bucket_decode(
         for h in range(kv_heads):
             bucket = buckets[page, offset, h]
             read = dense | (torch.isin(bucket, probes[b, h]) & (bucket >= 0))
-            keys, values = (x[page[read], offset[read], h].to(statistics) for x in (cache.k, cache.v))
+            keys, values = (
+                x[page[read], offset[read], h].to(statistics) for x in (cache.k, cache.v)
+            )
             seen = read.new_ones(1, len(keys))
-            out[b, h], lse[b, h] = masked_attention(grouped[b, h], keys, values, seen, scale, softcap=softcap)
+            out[b, h], lse[b, h] = masked_attention(
+                grouped[b, h], keys, values, seen, scale, softcap=softcap
+            )
             if counts is not None:
                 counts[b, h] += len(keys)
     return SparseAttention(out.to(q.dtype).view(q.shape), lse.view(batch, q_heads, 1))
@@ -144,14 +165,22 @@ def paged_slots(cache: PagedKeys) -> Iterator[tuple[Tensor, Tensor]]:
     return filled_slots(cache.table, cache.kv_len, *cache.k.shape[:2])
 
 
-def filled_slots(table: Tensor, kv_len: Tensor, count_blocks: int, page_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+def filled_slots(
+    table: Tensor, kv_len: Tensor, count_blocks: int, page_size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields page and offset of each filled position of a sequence, int64 ``[kv_len]``."""
     capacity, lengths = table.shape[1] * page_size, kv_len.tolist()
     if not all(0 <= length <= capacity for length in lengths):
-        raise ValueError(f"cache.kv_len={lengths}: expected 0 to {capacity}, the positions of {table.shape[1]} pages")
+        raise ValueError(
+            f"cache.kv_len={lengths}: expected 0 to {capacity}, the positions of {table.shape[1]} "
+            f"pages"
+        )
     for b, length in enumerate(lengths):
         pages = table[b, : -(-length // page_size)].long()
         if bool(((pages < 0) | (pages >= count_blocks)).any()):
-            raise ValueError(f"cache.table[{b}]={pages.tolist()}: expected pages of the cache, 0 to {count_blocks - 1}")
+            raise ValueError(
+                f"cache.table[{b}]={pages.tolist()}: expected pages of the cache, 0 to "
+                f"{count_blocks - 1}"
+            )
         position = torch.arange(length, device=pages.device)
         yield pages[position // page_size], position % page_size

@@ -21,9 +21,17 @@ def probe_buckets(
 ) -> Tensor:
     """Reference of :func:`msattn.kernels.probe_buckets.probe_buckets`."""
     batch, classifiers = len(q), len(weight_in)
-    rows = q[:, :, 0].unflatten(1, (classifiers, -1)).transpose(0, 1).flatten(1, 2)  # [H, B * queries per classifier, D]
+    # [H, B * queries per classifier, D]
+    rows = q[:, :, 0].unflatten(1, (classifiers, -1)).transpose(0, 1).flatten(1, 2)
     logits = torch.baddbmm(bias_out, torch.baddbmm(bias_in, rows, weight_in).relu(), weight_out)
-    probs = logits.to(statistics_dtype(q)).softmax(-1).unflatten(1, (batch, -1)).transpose(0, 1).flatten(1, 2)  # [B, Hq, C]
+    # [B, Hq, C]
+    probs = (
+        logits.to(statistics_dtype(q))
+        .softmax(-1)
+        .unflatten(1, (batch, -1))
+        .transpose(0, 1)
+        .flatten(1, 2)
+    )
     scores = probs.unflatten(1, (kv_heads, -1)).sum(2)
     if sizes is None or threshold is None:
         return scores.topk(probes, dim=-1, sorted=False).indices.int()

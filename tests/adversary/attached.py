@@ -1,7 +1,7 @@
 """A small model, artifacts for it, and passes alone and inside of attach.
 
-With every key read, an attached model must return what the model alone returns for the same input, or refuse it; and an input
-that is refused must leave the cache as it was.
+With every key read, an attached model must return what the model alone returns for the same input,
+or refuse it; and an input that is refused must leave the cache as it was.
 """
 
 import copy
@@ -29,7 +29,9 @@ def model() -> Any:
 
 
 def gate(**sizes: Any) -> Gate:
-    return Gate.build(tiny_config("llama", **sizes), GateConfig(block_size=BLOCK)).requires_grad_(False)
+    return Gate.build(tiny_config("llama", **sizes), GateConfig(block_size=BLOCK)).requires_grad_(
+        False
+    )
 
 
 GATE, ROUTER = gate(), random_partition()
@@ -53,9 +55,17 @@ def attached(options: Mapping[str, Any], use: Callable[[Any], Any], base: Any = 
 
 def check_restored(base: Any) -> None:
     assert base.config._attn_implementation == "sdpa", "the model is still attached"
-    hooks = [hook for each in base.modules() for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values())]
-    assert not any(isinstance(getattr(hook, "__self__", None), NotCopied) for hook in hooks), "hooks are left"
-    assert not any("forward" in vars(each) for each in base.modules()), "replaced forward passes are left"
+    hooks = [
+        hook
+        for each in base.modules()
+        for hook in (*each._forward_hooks.values(), *each._forward_pre_hooks.values())
+    ]
+    assert not any(isinstance(getattr(hook, "__self__", None), NotCopied) for hook in hooks), (
+        "hooks are left"
+    )
+    assert not any("forward" in vars(each) for each in base.modules()), (
+        "replaced forward passes are left"
+    )
 
 
 def logits(base: Any) -> Tensor:
@@ -77,20 +87,33 @@ PHASES = ("prompt", "chunk", "token", "step")  # a step is a token as a GPU deco
 
 @cache
 def _inputs_of(phase: str) -> Inputs:
-    ids, mask = left_padded([random_tokens(1, length, seed=length)[0] for length in (2 * LENGTH, 2 * LENGTH - 3)])
+    ids, mask = left_padded(
+        [random_tokens(1, length, seed=length)[0] for length in (2 * LENGTH, 2 * LENGTH - 3)]
+    )
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     if phase == "prompt":
         return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
     past = DynamicCache(config=model().config)
     with torch.no_grad():
-        model()(ids[:, :LENGTH], attention_mask=mask[:, :LENGTH], position_ids=positions[:, :LENGTH], past_key_values=past)
+        model()(
+            ids[:, :LENGTH],
+            attention_mask=mask[:, :LENGTH],
+            position_ids=positions[:, :LENGTH],
+            past_key_values=past,
+        )
     end = 2 * LENGTH if phase == "chunk" else LENGTH + 1
-    part = {"input_ids": ids[:, LENGTH:end], "attention_mask": mask[:, :end], "position_ids": positions[:, LENGTH:end]}
+    part = {
+        "input_ids": ids[:, LENGTH:end],
+        "attention_mask": mask[:, :end],
+        "position_ids": positions[:, LENGTH:end],
+    }
     return {**part, "past_key_values": past}
 
 
 def inputs_of(phase: str) -> Inputs:
-    """Returns the inputs of a left-padded batch: a prompt, the chunk after cached tokens, or a single token."""
+    """Returns the inputs of a left-padded batch: a prompt, the chunk after cached tokens, or a
+    single token.
+    """
     return copy.deepcopy(_inputs_of(phase))
 
 
@@ -129,11 +152,22 @@ def cache_of(
     device: str = "cpu",
 ) -> Any:
     """Returns a cache of random keys and values."""
-    config = tiny_config(num_hidden_layers=layers, num_attention_heads=4 * heads, num_key_value_heads=heads, head_dim=size)
-    found: Any = StaticCache(config=config, max_cache_len=3 * LENGTH) if make == "static" else DynamicCache(config=config)
+    config = tiny_config(
+        num_hidden_layers=layers,
+        num_attention_heads=4 * heads,
+        num_key_value_heads=heads,
+        head_dim=size,
+    )
+    found: Any = (
+        StaticCache(config=config, max_cache_len=3 * LENGTH)
+        if make == "static"
+        else DynamicCache(config=config)
+    )
     for layer in range(layers):
         length = lengths[layer] if lengths else LENGTH
-        drawn = torch.randn(2, batch, heads, length, size, generator=torch.Generator().manual_seed(layer)).to(device, dtype)
+        drawn = torch.randn(
+            2, batch, heads, length, size, generator=torch.Generator().manual_seed(layer)
+        ).to(device, dtype)
         if length:
             found.update(drawn[0], drawn[1][:, :, values], layer)
     if make == "taken over":

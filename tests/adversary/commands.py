@@ -11,15 +11,47 @@ from tests.running import SMALL, SMALL_EVAL, succeed, write_texts
 
 TRAINING = [*SMALL, "data.heldout_path=heldout.txt", "overwrite=true"]
 GATE = ["gate.target=mass", "gate.mean_weight=0"]  # choosing them prints a line each
-QMODEL = ["qmodel.num_prompts=2", "qmodel.long_range=8", "qmodel.hidden=16", "qmodel.batch_queries=8"]
-MTA = ["mta.blocks=2", "mta.letters=2", "mta.hidden_size=16", "mta.num_layers=1", "mta.test_problems=4", "overwrite=true"]
+QMODEL = [
+    "qmodel.num_prompts=2",
+    "qmodel.long_range=8",
+    "qmodel.hidden=16",
+    "qmodel.batch_queries=8",
+]
+MTA = [
+    "mta.blocks=2",
+    "mta.letters=2",
+    "mta.hidden_size=16",
+    "mta.num_layers=1",
+    "mta.test_problems=4",
+    "overwrite=true",
+]
 MTA += ["device=cpu", "tracker=none", "train.warmup_steps=0", "train.num_workers=0"]
-SIZES = ["bench.lengths=[96]", "bench.heads=[2,1]", "bench.head_size=16", "bench.sparsities=[0.5]", "bench.peers=[]"]
+SIZES = [
+    "bench.lengths=[96]",
+    "bench.heads=[2,1]",
+    "bench.head_size=16",
+    "bench.sparsities=[0.5]",
+    "bench.peers=[]",
+]
 COMMANDS = {
-    "train-gate": ["train-gate", *TRAINING, *GATE, "train.steps=4", "train.batch_size=1", "train.save_every=2"],
+    "train-gate": [
+        "train-gate",
+        *TRAINING,
+        *GATE,
+        "train.steps=4",
+        "train.batch_size=1",
+        "train.save_every=2",
+    ],
     "fit-kmeans": ["fit-kmeans", *TRAINING, "kmeans.num_buckets=4", "kmeans.num_prompts=2"],
     "train-qmodel": ["train-qmodel", *TRAINING, *QMODEL, "train.steps=4", "train.save_every=2"],
-    "finetune": ["finetune", *TRAINING, "select.sparsity=0", "train.steps=2", "train.batch_size=1", "train.save_every=1"],
+    "finetune": [
+        "finetune",
+        *TRAINING,
+        "select.sparsity=0",
+        "train.steps=2",
+        "train.batch_size=1",
+        "train.save_every=1",
+    ],
     "train-mta": ["train-mta", *MTA, "train.steps=4", "train.batch_size=2", "train.save_every=2"],
     "eval": ["eval", *SMALL_EVAL, "data.heldout_path=heldout.txt"],
     "generate": ["generate", *SMALL, "select=quest", "max_new_tokens=4", "--prompt", "a word"],
@@ -32,7 +64,9 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a text, a k-means and released gates. This process has then imported what the commands import."""
+    """A folder with a text, a k-means and released gates. This process has then imported what the
+    commands import.
+    """
     folder = tmp_path_factory.mktemp("prepared")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -45,7 +79,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def work(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: Hub) -> Path:
-    """A copy of the prepared folder, which is also the working directory; pushes go to a stand-in of the Hub."""
+    """A copy of the prepared folder, which is also the working directory; pushes go to a stand-in
+    of the Hub.
+    """
     shutil.copytree(prepared, tmp_path / "work")
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path / "work"

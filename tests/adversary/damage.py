@@ -10,7 +10,9 @@ Case = TypeVar("Case")
 
 BYTES: dict[str, Callable[[bytes, random.Random], bytes]] = {
     "one bit flipped": lambda content, rng: _flip(content, rng.randrange(8 * len(content))),
-    "a bit flipped near the start": lambda content, rng: _flip(content, rng.randrange(min(8 * len(content), 512))),
+    "a bit flipped near the start": lambda content, rng: _flip(
+        content, rng.randrange(min(8 * len(content), 512))
+    ),
     "truncated": lambda content, rng: content[: rng.randrange(len(content))],
     "empty": lambda content, rng: b"",
     "zeros from some point on": lambda content, rng: _zeros(content, rng.randrange(len(content))),
@@ -63,7 +65,9 @@ def places(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...
 
 
 def with_value(document: Any, path: Sequence[Any], value: Any) -> Any:
-    """Returns a copy of ``document`` with ``value`` at ``path``, or without that key or item if it is :data:`REMOVED`."""
+    """Returns a copy of ``document`` with ``value`` at ``path``, or without that key or item if it
+    is :data:`REMOVED`.
+    """
     changed = place = copy.deepcopy(document)
     for key in path[:-1]:
         place = place[key] if isinstance(place, list) else place.setdefault(key, {})

@@ -24,9 +24,16 @@ from tests.adversary.tries import Tries
 from tests.factory import embedded_tokenizer, random_tokens, save_tokenizer, tiny_model
 
 WEIGHTS, CONFIG, GENERATION = "model.safetensors", "config.json", "generation_config.json"
-VOCABULARY, SETTINGS, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+VOCABULARY, SETTINGS, TEMPLATE_FILE = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 TEXT = "t3 t5 t7"
-TEMPLATE = "{% for m in messages %}t1 {{ m.content }} t2 {% endfor %}{% if add_generation_prompt %}t4{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}t1 {{ m.content }} t2 {% endfor %}{% if add_generation_prompt "
+    "%}t4{% endif %}"
+)
 Damage = Callable[[Path], object]
 
 HOSTILE: dict[str, Any] = {
@@ -60,7 +67,9 @@ HOSTILE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of a loaded model: logits, a text as tokens, alone and as a message, the text of tokens, and greedy tokens."""
+    """Results of a loaded model: logits, a text as tokens, alone and as a message, the text of
+    tokens, and greedy tokens.
+    """
 
     logits: Tensor
     text: list[int]
@@ -70,7 +79,10 @@ class Outcome:
 
     def equals(self, other: "Outcome") -> bool:
         same = torch.equal(self.logits, other.logits)
-        return same and all(getattr(self, name) == getattr(other, name) for name in ("text", "message", "decoded", "greedy"))
+        return same and all(
+            getattr(self, name) == getattr(other, name)
+            for name in ("text", "message", "decoded", "greedy")
+        )
 
 
 class Models:
@@ -81,10 +93,13 @@ class Models:
         self._expected: dict[str, Outcome] = {}
 
     def base(self, family: str = "llama") -> Path:
-        """Returns the undamaged folder: two layers, a tokenizer, a chat template and a generation configuration."""
+        """Returns the undamaged folder: two layers, a tokenizer, a chat template and a generation
+        configuration.
+        """
         folder = self._place / family
         if not folder.exists():
-            qwen = family.startswith("qwen")  # transformers' class for its tokenizers needs a byte-level vocabulary
+            # transformers' class for its tokenizers needs a byte-level vocabulary
+            qwen = family.startswith("qwen")
             tiny_model(family, vocab_size=4096 if qwen else 128).save_pretrained(folder)
             if qwen:
                 embedded_tokenizer().save_pretrained(folder)
@@ -121,11 +136,15 @@ def outcome(loaded: Loaded) -> Outcome:
     message = encode_prompt(loaded.tokenizer, [{"role": "user", "content": TEXT}], None)
     generate_greedily(loaded, tokens, 4, clock)
     decoded = str(loaded.tokenizer.decode(tokens[0].tolist()))
-    return Outcome(loaded.model(tokens).logits, text[0].tolist(), message[0].tolist(), decoded, clock.tokens)
+    return Outcome(
+        loaded.model(tokens).logits, text[0].tolist(), message[0].tolist(), decoded, clock.tokens
+    )
 
 
 def right(folder: Path, found: Outcome, expected: Outcome) -> bool:
-    """Returns True if an outcome is that of the undamaged folder, or what the libraries make of each damaged file directly."""
+    """Returns True if an outcome is that of the undamaged folder, or what the libraries make of
+    each damaged file directly.
+    """
     if found.equals(expected):
         return True
     try:
@@ -135,23 +154,38 @@ def right(folder: Path, found: Outcome, expected: Outcome) -> bool:
 
 
 def direct_outcome(folder: Path) -> Outcome:
-    """Returns the outcome without msattn: by transformers' class of ``config.json``, the library tokenizers, and Jinja."""
+    """Returns the outcome without msattn: by transformers' class of ``config.json``, the library
+    tokenizers, and Jinja.
+    """
     config, settings, generation = (
-        json.loads((folder / name).read_text(encoding="utf-8")) for name in (CONFIG, SETTINGS, GENERATION)
+        json.loads((folder / name).read_text(encoding="utf-8"))
+        for name in (CONFIG, SETTINGS, GENERATION)
     )
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), dtype=torch.float32
+    ).eval()
     model.load_state_dict(load_file(folder / WEIGHTS))
     tokenizer = Tokenizer.from_file(str(folder / VOCABULARY))
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    template = (folder / TEMPLATE_FILE).read_text() if (folder / TEMPLATE_FILE).exists() else settings["chat_template"]
+    template = (
+        (folder / TEMPLATE_FILE).read_text()
+        if (folder / TEMPLATE_FILE).exists()
+        else settings["chat_template"]
+    )
     messages = [{"role": "user", "content": TEXT}]
-    rendered = Environment().from_string(template).render(messages=messages, add_generation_prompt=True)
-    text, message = (tokenizer.encode(each, add_special_tokens=each is TEXT).ids for each in (TEXT, rendered))
+    rendered = (
+        Environment().from_string(template).render(messages=messages, add_generation_prompt=True)
+    )
+    text, message = (
+        tokenizer.encode(each, add_special_tokens=each is TEXT).ids for each in (TEXT, rendered)
+    )
     tokens = random_tokens(1, 9)
     decoded = tokenizer.decode(tokens[0].tolist(), skip_special_tokens=False)
     with torch.no_grad():
-        return Outcome(model(tokens).logits, text, message, decoded, greedy(model, tokens, generation))
+        return Outcome(
+            model(tokens).logits, text, message, decoded, greedy(model, tokens, generation)
+        )
 
 
 def greedy(model: Any, tokens: Tensor, generation: dict[str, Any]) -> list[int]:
@@ -174,18 +208,32 @@ def edit(path: Path, keys: Sequence[Any], value: Any) -> None:
 
 
 def attempt(
-    tries: Tries, models: Models, case: object, *damages: Damage, family: str = "llama", accepted: bool | None = None
+    tries: Tries,
+    models: Models,
+    case: object,
+    *damages: Damage,
+    family: str = "llama",
+    accepted: bool | None = None,
 ) -> None:
-    """Tries to load a damaged copy: it is refused, or its outcome is :func:`right`; ``accepted`` says which must be."""
+    """Tries to load a damaged copy: it is refused, or its outcome is :func:`right`; ``accepted``
+    says which must be.
+    """
     expected, folder = models.expected(family), models.damaged(*damages, family=family)
-    tries.python(case, lambda: load_folder(folder), lambda found: right(folder, found, expected), accepted=accepted)
+    tries.python(
+        case,
+        lambda: load_folder(folder),
+        lambda found: right(folder, found, expected),
+        accepted=accepted,
+    )
 
 
 NO_JSON = ("NaN", "Infinity", "deep")  # values of HOSTILE that no document may have
 
 
 def known_end(key: str, name: str, unread: Iterable[str]) -> bool | None:
-    """Returns True if a document with the value HOSTILE[name] of ``key`` must be accepted; None if that depends on the key."""
+    """Returns True if a document with the value HOSTILE[name] of ``key`` must be accepted; None if
+    that depends on the key.
+    """
     if name in NO_JSON:
         return False
     return True if key in unread else None
@@ -196,20 +244,34 @@ def edited(file: str, *keys: Any, value: Any) -> Damage:
     return lambda folder: edit(folder / file, keys, value)
 
 
-HARMLESS = ("one bit flipped", "a bit flipped near the start", "truncated")  # at times: in a string, or the last line's end
+# at times: in a string, or the last line's end
+HARMLESS = ("one bit flipped", "a bit flipped near the start", "truncated")
 
 
 def file_damages(file: str) -> Iterator[tuple[str, Damage]]:
-    """Yields ways to damage a JSON file of a folder: its bytes, its nesting, its kind. All but HARMLESS have to be refused."""
+    """Yields ways to damage a JSON file of a folder: its bytes, its nesting, its kind. All but
+    HARMLESS have to be refused.
+    """
     for kind in BYTES:
         yield kind, lambda at, kind=kind: damage_bytes(at / file, kind, 0)
-    for text in (b"null", b"[]", b"NaN", b"[" * 10**5, b'{"a":' * 10**5, b"\xff\xfe{}", b"\xef\xbb\xbf{}"):
+    for text in (
+        b"null",
+        b"[]",
+        b"NaN",
+        b"[" * 10**5,
+        b'{"a":' * 10**5,
+        b"\xff\xfe{}",
+        b"\xef\xbb\xbf{}",
+    ):
         yield f"is {text[:9]!r}", lambda at, text=text: (at / file).write_bytes(text)
     for value in (b"-Infinity", b"1" * 10**4, b"[" * 500 + b"]" * 500, b'"\xff"'):
         first = b'{"x": ' + value + b", "
         yield f"has {value[:9]!r}", lambda at, first=first: replace_bytes(at / file, b"{", first)
     for target in ("/dev/zero", "/etc/passwd", "/", "nothing", file):
-        yield f"links to {target}", lambda at, target=target: ((at / file).unlink(), (at / file).symlink_to(target))
+        yield (
+            f"links to {target}",
+            lambda at, target=target: ((at / file).unlink(), (at / file).symlink_to(target)),
+        )
     yield "is large", lambda at: os.truncate(at / file, 2**30)
     yield "is a folder", lambda at: ((at / file).unlink(), (at / file).mkdir())
     yield "is a pipe", lambda at: ((at / file).unlink(), os.mkfifo(at / file))

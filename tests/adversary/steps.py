@@ -14,11 +14,14 @@ import torch
 from msattn.trainer.storage import replace
 from tests.running import wait_until
 
-CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")  # audit events; opening a file to write is one, too
+# audit events; opening a file to write is one, too
+CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
 class Child:
-    """A forked process that runs ``body``; its stdout and stderr go to the file ``output``, by default to those of this one."""
+    """A forked process that runs ``body``; its stdout and stderr go to the file ``output``, by
+    default to those of this one.
+    """
 
     def __init__(self, body: Callable[[], None], output: Path | None = None) -> None:
         sys.stdout.flush()
@@ -29,14 +32,18 @@ class Child:
             _run(body, output)
 
     def poll(self) -> int | None:
-        """Returns None while the process runs, then its exit code, or the number of the signal that ended it, negative."""
+        """Returns None while the process runs, then its exit code, or the number of the signal that
+        ended it, negative.
+        """
         if self._code is None:
             found, status = os.waitpid(self.pid, os.WNOHANG)
             self._code = os.waitstatus_to_exitcode(status) if found else None
         return self._code
 
     def wait(self) -> int:
-        """Waits for the end of the process and returns :meth:`poll`. A process that hangs is killed."""
+        """Waits for the end of the process and returns :meth:`poll`. A process that hangs is
+        killed.
+        """
         if not wait_until(lambda: self.poll() is not None):
             self.send(signal.SIGKILL)
             wait_until(lambda: self.poll() is not None)
@@ -73,18 +80,22 @@ def redirect(path: Path, *descriptors: int, buffered: bool = True) -> None:
 
 
 def replace_stream(descriptor: int, by: int, *, buffered: bool = True) -> None:
-    """Lets the open file ``by`` take the place of stdout (1) or stderr (2), also of those that pytest has put there.
+    """Lets the open file ``by`` take the place of stdout (1) or stderr (2), also of those that
+    pytest has put there.
 
     Streams without a buffer are those of PYTHONUNBUFFERED.
     """
     os.dup2(by, descriptor)
     raw = io.FileIO(descriptor, "w", closefd=False)
-    stream = io.TextIOWrapper(cast("BinaryIO", io.BufferedWriter(raw) if buffered else raw), write_through=not buffered)
+    stream = io.TextIOWrapper(
+        cast("BinaryIO", io.BufferedWriter(raw) if buffered else raw), write_through=not buffered
+    )
     setattr(sys, {1: "stdout", 2: "stderr"}[descriptor], stream)
 
 
 def on_each_change(action: Callable[[int], None]) -> None:
-    """Calls ``action`` with 0, 1, ... before each change of a folder or file by this process, until it ends.
+    """Calls ``action`` with 0, 1, ... before each change of a folder or file by this process, until
+    it ends.
 
     The exchange of two folders and the sync of a file count as well.
     """
@@ -107,18 +118,26 @@ def on_each_change(action: Callable[[int], None]) -> None:
     sys.addaudithook(before)
 
 
-def killed_at(step: int, body: Callable[[], None], between: Callable[[], None] = lambda: None) -> Callable[[], None]:
-    """Returns ``body``, killed by SIGKILL at its file operation ``step``; ``between`` is called before the earlier ones."""
+def killed_at(
+    step: int, body: Callable[[], None], between: Callable[[], None] = lambda: None
+) -> Callable[[], None]:
+    """Returns ``body``, killed by SIGKILL at its file operation ``step``; ``between`` is called
+    before the earlier ones.
+    """
 
     def run() -> None:
-        on_each_change(lambda number: os.kill(os.getpid(), signal.SIGKILL) if number == step else between())
+        on_each_change(
+            lambda number: os.kill(os.getpid(), signal.SIGKILL) if number == step else between()
+        )
         body()
 
     return run
 
 
 def count_changes(body: Callable[[], None], report: Path) -> int:
-    """Returns the number of file operations of ``body``, which runs in a forked process; ``report`` is a scratch file."""
+    """Returns the number of file operations of ``body``, which runs in a forked process; ``report``
+    is a scratch file.
+    """
 
     def run() -> None:
         numbers: list[int] = []

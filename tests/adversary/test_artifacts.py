@@ -1,4 +1,6 @@
-"""Hostile artifacts: damaged files, tensors that do not fit, wrong manifests and configurations, links."""
+"""Hostile artifacts: damaged files, tensors that do not fit, wrong manifests and configurations,
+links.
+"""
 
 import json
 import os
@@ -30,7 +32,9 @@ Tensors = dict[str, Tensor]
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return models.load(ModelConfig(name="tiny", path="embedded"), device="cpu", dtype="float32").model
+    return models.load(
+        ModelConfig(name="tiny", path="embedded"), device="cpu", dtype="float32"
+    ).model
 
 
 @pytest.fixture
@@ -67,7 +71,9 @@ def sign(folder: Path, manifest: dict[str, Any], tensors: Tensors | None = None)
             "content_hash": content_hash(tensors),
             "tensors": {k: describe_tensor(t) for k, t in tensors.items()},
         }
-    signed = manifest | {"checksum": checksum(manifest, (folder / "config.yaml").read_text("utf-8", "replace"))}
+    signed = manifest | {
+        "checksum": checksum(manifest, (folder / "config.yaml").read_text("utf-8", "replace"))
+    }
     (folder / "manifest.json").write_text(json.dumps(signed))
 
 
@@ -77,12 +83,20 @@ def test_damaged_bytes(tries: Tries, fresh: Callable[[str], Path]) -> None:
         folder = fresh(kind)
         damage_bytes(folder / file, damage, 0)
         harmless = file == FILES[0] and "flipped" in damage  # at times, in the header
-        tries.python(f"{kind}/{file} {damage}", partial(load, folder), same_as_shipped(kind) if harmless else None)
+        tries.python(
+            f"{kind}/{file} {damage}",
+            partial(load, folder),
+            same_as_shipped(kind) if harmless else None,
+        )
 
 
 TENSORS: dict[str, Callable[[Tensors, str], Tensors]] = {
-    "missing": lambda tensors, name: {key: tensor for key, tensor in tensors.items() if key != name},
-    "another name": lambda tensors, name: {f"{key}x" if key == name else key: tensor for key, tensor in tensors.items()},
+    "missing": lambda tensors, name: {
+        key: tensor for key, tensor in tensors.items() if key != name
+    },
+    "another name": lambda tensors, name: {
+        f"{key}x" if key == name else key: tensor for key, tensor in tensors.items()
+    },
     "extra": lambda tensors, name: tensors | {f"{name}.more": torch.zeros(3)},
     "one row less": lambda tensors, name: tensors | {name: tensors[name][:-1].clone()},
     "one column less": lambda tensors, name: tensors | {name: tensors[name][..., :-1].clone()},
@@ -95,7 +109,9 @@ TENSORS: dict[str, Callable[[Tensors, str], Tensors]] = {
     "booleans": lambda tensors, name: tensors | {name: tensors[name].bool()},
     "float8": lambda tensors, name: tensors | {name: tensors[name].to(torch.float8_e4m3fn)},
     "one NaN": lambda tensors, name: tensors | {name: _with_first(tensors[name], float("nan"))},
-    "one infinity": lambda tensors, name: tensors | {name: _with_first(tensors[name], float("inf"))},
+    "one infinity": lambda tensors, name: (
+        tensors | {name: _with_first(tensors[name], float("inf"))}
+    ),
 }
 
 
@@ -109,12 +125,18 @@ def test_signed_tensors_that_do_not_fit(tries: Tries, fresh: Callable[[str], Pat
     names = [(kind, name) for kind in KINDS for name in load_file(SHIPPED / kind / FILES[0])]
     for how, (kind, name) in [*spread(TENSORS, names), *spread(TENSORS, reversed(names))]:
         folder = fresh(kind)
-        sign(folder, json.loads((folder / "manifest.json").read_text()), TENSORS[how](load_file(folder / FILES[0]), name))
+        sign(
+            folder,
+            json.loads((folder / "manifest.json").read_text()),
+            TENSORS[how](load_file(folder / FILES[0]), name),
+        )
         tries.python(f"{kind} {name} {how}", partial(load, folder))
 
 
 @pytest.mark.parametrize("signed", [False, True], ids=["edited", "signed"])
-def test_wrong_values_in_the_manifest(tries: Tries, fresh: Callable[[str], Path], model: Any, signed: bool) -> None:
+def test_wrong_values_in_the_manifest(
+    tries: Tries, fresh: Callable[[str], Path], model: Any, signed: bool
+) -> None:
     """A value for each place, or its removal. What is accepted is served as the shipped artifact.
 
     Signed manifests may describe other models, which the embedded model refuses.
@@ -138,13 +160,21 @@ def test_wrong_values_in_the_manifest(tries: Tries, fresh: Callable[[str], Path]
         else:
             (folder / "manifest.json").write_text(json.dumps(changed))
         right = partial(_legitimate, kind=kind, place=place) if signed else None
-        tries.python(f"{kind} {'.'.join(map(str, place))}={value!r}", partial(attached, folder, kind, place), right)
+        tries.python(
+            f"{kind} {'.'.join(map(str, place))}={value!r}",
+            partial(attached, folder, kind, place),
+            right,
+        )
 
 
 def _legitimate(found: Any, kind: str, place: tuple[Any, ...]) -> bool:
-    """Returns True for the shipped weights and settings, and for other settings that a signed manifest may have."""
+    """Returns True for the shipped weights and settings, and for other settings that a signed
+    manifest may have.
+    """
     allowed = ("thresholds", "gate", "rope")
-    return same_as_shipped(kind)(found) or (place[0] == "details" and any(name in place for name in allowed))
+    return same_as_shipped(kind)(found) or (
+        place[0] == "details" and any(name in place for name in allowed)
+    )
 
 
 def test_hostile_documents(tries: Tries, fresh: Callable[[str], Path], tmp_path: Path) -> None:
@@ -162,7 +192,8 @@ def test_hostile_documents(tries: Tries, fresh: Callable[[str], Path], tmp_path:
         "nothing": b"",
         "a tag": b"seed: !!python/object/apply:os.system ['touch owned']",
         "binary": b"seed: !!binary aGVsbG8=",
-        "aliases": b"a: &a [1,1,1]\n" + b"".join(b"b%d: &b%d [*a,*a,*a,*a]\n" % (i, i) for i in range(30)),
+        "aliases": b"a: &a [1,1,1]\n"
+        + b"".join(b"b%d: &b%d [*a,*a,*a,*a]\n" % (i, i) for i in range(30)),
         "keys that are lists": b"? [a, b]\n: 2",
         "several documents": b"a: 1\n---\nb: 2",
         "100 MB": b"a" * 100_000_000,
@@ -206,5 +237,7 @@ def test_hostile_paths(tries: Tries, tmp_path: Path) -> None:
         "\n",
         "\ud800",
     ]
-    for path, kind in spread([*paths, *(str(tmp_path / name) for name in ("file", "empty", "loop"))], (str, Path)):
+    for path, kind in spread(
+        [*paths, *(str(tmp_path / name) for name in ("file", "empty", "loop"))], (str, Path)
+    ):
         tries.python(repr(path)[:60], partial(load, kind(path)))

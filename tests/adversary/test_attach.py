@@ -1,4 +1,6 @@
-"""Hostile arguments of attach and enable, keys of a selection, calls out of order, and paths of artifacts."""
+"""Hostile arguments of attach and enable, keys of a selection, calls out of order, and paths of
+artifacts.
+"""
 
 import copy
 import math
@@ -110,7 +112,9 @@ OBJECTS: dict[str, Any] = {
     "class of gates": Gate,
     "selection": Selection(TopK(sparsity=0.5), Quest(BLOCK)),
     "selection of one policy": Selection([TopK(sparsity=0.5)], Quest(BLOCK)),
-    "selection by another gate": Selection(TopK(sparsity=0.5), GateScores(gate(num_hidden_layers=1))),
+    "selection by another gate": Selection(
+        TopK(sparsity=0.5), GateScores(gate(num_hidden_layers=1))
+    ),
     "selection without a policy": Selection(None, Quest(BLOCK)),  # pyrefly: ignore[bad-argument-type]
     "selection without scores": Selection(TopK(sparsity=0.5), None),  # pyrefly: ignore[bad-argument-type]
     "model": tiny_model(),
@@ -147,8 +151,13 @@ ACCEPTED: dict[str, Callable[[Any], bool]] = {  # what must be served; all else 
     "probes": lambda x: integer(x, 0, BUCKETS),
     "recent": lambda x: integer(x, 1, 10**9),
     "sink": lambda x: integer(x, 0, 10**9),
-    "dense_layers": lambda x: isinstance(x, list | tuple | range) and all(integer(each, 0, LAYERS - 1) for each in x),
-    "keys": lambda x: number(x) and (0.1 <= x <= 0.5 or (BLOCK <= x <= BLOCK * DECODE_GATE.num_buckets and x == int(x))),
+    "dense_layers": lambda x: (
+        isinstance(x, list | tuple | range) and all(integer(each, 0, LAYERS - 1) for each in x)
+    ),
+    "keys": lambda x: (
+        number(x)
+        and (0.1 <= x <= 0.5 or (BLOCK <= x <= BLOCK * DECODE_GATE.num_buckets and x == int(x)))
+    ),
     "threshold": lambda x: number(x) and 0 < x < 1,
     "dense_below": lambda x: integer(x, 0, 10**9),
     **dict.fromkeys(("independent", *SWITCHES), lambda x: isinstance(x, bool | np.bool_)),
@@ -176,8 +185,13 @@ def plain(value: Any) -> Any:
 
 
 def test_arguments(tries: Tries) -> None:
-    """Hostile arguments are refused, or served as the plain value is. Switches do not change the result."""
-    numbers, objects = product(CONTEXTS, map(str, NUMBERS)), product(("gate", "select", "qmodel"), OBJECTS)
+    """Hostile arguments are refused, or served as the plain value is. Switches do not change the
+    result.
+    """
+    numbers, objects = (
+        product(CONTEXTS, map(str, NUMBERS)),
+        product(("gate", "select", "qmodel"), OBJECTS),
+    )
     others = ((name, label) for label, name in spread(VALUES, CONTEXTS))
     for name, label in (*numbers, *objects, *others):
         value, context = VALUES[label], CONTEXTS[name]
@@ -205,12 +219,18 @@ def test_models(tries: Tries) -> None:
         tries.python(f"{call}: {name}", partial(calls[call], values[name]))
 
 
-COPIES: dict[str, Callable[[Any], Any]] = {"copy": copy.deepcopy, "shallow copy": copy.copy, "pickle": pickle.dumps}
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.deepcopy,
+    "shallow copy": copy.copy,
+    "pickle": pickle.dumps,
+}
 STEPS = ("enter", "leave", "enable", "disable", "run", *COPIES, "compile", "tokens", "wrong")
 
 
 def test_calls_out_of_order(tries: Tries) -> None:
-    """Random sequences of calls: attach and enable exclude each other, and results are sparse exactly while attached."""
+    """Random sequences of calls: attach and enable exclude each other, and results are sparse
+    exactly while attached.
+    """
     base, ids = tiny_model(), random_tokens(1, 200)
 
     def run() -> Tensor:
@@ -245,7 +265,9 @@ def test_calls_out_of_order(tries: Tries) -> None:
                 twin = partial(COPIES[step], base)
                 tries.python(case, twin, lambda found: True, accepted=not on)
             else:
-                tries.python(case, run, lambda found, on=on: torch.equal(found, results[on]), accepted=True)
+                tries.python(
+                    case, run, lambda found, on=on: torch.equal(found, results[on]), accepted=True
+                )
         if context is not None:
             context.__exit__(None, None, None)
         if enabled:
@@ -254,7 +276,9 @@ def test_calls_out_of_order(tries: Tries) -> None:
 
 
 def test_threads_that_attach_at_once(tries: Tries) -> None:
-    """Exactly one of several threads attaches the model, the others are refused, and it is restored afterwards."""
+    """Exactly one of several threads attaches the model, the others are refused, and it is restored
+    afterwards.
+    """
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:

@@ -52,14 +52,19 @@ def equal(found: Tensor, expected: Tensor | None, phase: str) -> bool:
         return False
     inputs = inputs_of(phase)
     padded = found.shape[:2] == inputs["input_ids"].shape
-    return same(found, expected) or (padded and same(tokens_of(found, inputs), tokens_of(expected, inputs)))
+    return same(found, expected) or (
+        padded and same(tokens_of(found, inputs), tokens_of(expected, inputs))
+    )
 
 
-IDS = {f"id {n} at {at}": with_id(n, *at) for n in (-1, VOCABULARY, 2**40) for at in ((0, 0), (1, -1))}
+IDS = {
+    f"id {n} at {at}": with_id(n, *at) for n in (-1, VOCABULARY, 2**40) for at in ((0, 0), (1, -1))
+}
 DTYPES = {
     str(dtype): (lambda x, dtype=dtype: x.to(dtype))
     for dtype in (
-        torch.uint8, torch.int32, torch.uint64, torch.bfloat16, torch.float64, torch.bool, torch.complex64,
+        torch.uint8, torch.int32, torch.uint64, torch.bfloat16, torch.float64, torch.bool,
+        torch.complex64,
     )
 }  # fmt: skip
 SHAPES: dict[str, Callable[[Tensor], Any]] = {
@@ -130,7 +135,11 @@ def damaged(inputs: Inputs, name: str, label: str) -> Inputs | None:
     """Returns ``inputs`` with a damage; None if a tensor of this shape cannot have it."""
     before = inputs
     if name == "inputs_embeds":
-        before = {**inputs, "input_ids": None, name: model().get_input_embeddings()(inputs["input_ids"]).detach()}
+        before = {
+            **inputs,
+            "input_ids": None,
+            name: model().get_input_embeddings()(inputs["input_ids"]).detach(),
+        }
     try:
         return {**before, name: DAMAGES[name][label](before[name])}
     except (ValueError, IndexError, RuntimeError):
@@ -138,33 +147,51 @@ def damaged(inputs: Inputs, name: str, label: str) -> Inputs | None:
 
 
 def refusable(base: Any, inputs: Inputs, phase: str) -> Tensor:
-    """Returns the logits of a pass. After a refusal the undamaged pass must serve the same cache."""
+    """Returns the logits of a pass. After a refusal the undamaged pass must serve the same
+    cache.
+    """
     try:
         return run(base, inputs)
     except ValueError:
-        whole = {**inputs_of(phase), **({"past_key_values": inputs["past_key_values"]} if phase != "prompt" else {})}
-        assert same(tokens_of(run(base, whole), whole), expected_of(phase)), "the refused pass changed the cache"
+        whole = {
+            **inputs_of(phase),
+            **({"past_key_values": inputs["past_key_values"]} if phase != "prompt" else {}),
+        }
+        assert same(tokens_of(run(base, whole), whole), expected_of(phase)), (
+            "the refused pass changed the cache"
+        )
         raise
 
 
 @pytest.mark.slow
 def test_tensors_of_a_pass(tries: Tries, steps: Callable[[str], None]) -> None:
-    """Each tensor with other values, types and shapes; a prompt, a chunk after cached tokens, or a single token."""
-    for (name, label), phase in spread([(name, label) for name, all in DAMAGES.items() for label in all], PHASES):
+    """Each tensor with other values, types and shapes; a prompt, a chunk after cached tokens, or a
+    single token.
+    """
+    for (name, label), phase in spread(
+        [(name, label) for name, all in DAMAGES.items() for label in all], PHASES
+    ):
         steps(phase)
-        inputs, copied = damaged(inputs_of(phase), name, label), damaged(inputs_of(phase), name, label)
+        inputs, copied = (
+            damaged(inputs_of(phase), name, label),
+            damaged(inputs_of(phase), name, label),
+        )
         if inputs is None or copied is None:
             continue
         expected = alone(partial(run, inputs=copied))
         call = partial(attached, EVERYTHING, partial(refusable, inputs=inputs, phase=phase))
         right = partial(equal, expected=expected, phase=phase)
-        tries.python(f"{phase}: {name} {label}", call, right, refusal=ValueError)  # also transformers' and the kernels'
+        # also transformers' and the kernels'
+        tries.python(f"{phase}: {name} {label}", call, right, refusal=ValueError)
 
 
 DEVIATIONS: list[dict[str, Any]] = [
-    {}, {"layers": 0}, {"layers": 1}, {"layers": 3}, {"batch": 0}, {"batch": 1}, {"batch": 3}, {"heads": 1}, {"heads": 4},
-    {"size": 8}, {"size": 32}, {"dtype": torch.bfloat16}, {"dtype": torch.int64}, {"lengths": (0, LENGTH)},
-    {"lengths": (LENGTH, LENGTH - 1)}, {"lengths": (0, 0)}, {"values": slice(0, LENGTH - 1)}, {"device": "meta"},
+    {}, {"layers": 0}, {"layers": 1}, {"layers": 3}, {"batch": 0}, {"batch": 1}, {"batch": 3},
+    {"heads": 1}, {"heads": 4},
+    {"size": 8}, {"size": 32}, {"dtype": torch.bfloat16}, {"dtype": torch.int64},
+    {"lengths": (0, LENGTH)},
+    {"lengths": (LENGTH, LENGTH - 1)}, {"lengths": (0, 0)}, {"values": slice(0, LENGTH - 1)},
+    {"device": "meta"},
 ]  # fmt: skip
 MAKES = ("dynamic", "static", "taken over")
 
@@ -212,9 +239,14 @@ def test_caches(tries: Tries, steps: Callable[[str], None]) -> None:
             continue  # the length of a static cache is a tensor, which has no value there
         steps(phase)
         ids = inputs_of(phase)["input_ids"]
-        copied = DynamicCache() if alone(lambda _, past=copied: past.get_seq_length()) == 0 else copied  # shapes do not matter
+        # shapes do not matter
+        copied = (
+            DynamicCache() if alone(lambda _, past=copied: past.get_seq_length()) == 0 else copied
+        )
         expected = alone(partial(run, inputs={"input_ids": ids, "past_key_values": copied}))
-        call = partial(attached, EVERYTHING, partial(run, inputs={"input_ids": ids, "past_key_values": held}))
+        call = partial(
+            attached, EVERYTHING, partial(run, inputs={"input_ids": ids, "past_key_values": held})
+        )
         right = lambda found, e=expected: e is not None and same(found, e)  # noqa: E731
         tries.python(f"{phase}: {name}", call, right, refusal=ValueError)  # also the kernels'
 
@@ -246,7 +278,9 @@ EDITS: dict[str, Callable[[Any], Any]] = {
 
 
 def conversation(turns: list[tuple[str, str, int]], sparse: bool) -> list[Tensor]:
-    """Returns the logits of passes over one cache, in contexts that change from turn to turn, after edits of the cache."""
+    """Returns the logits of passes over one cache, in contexts that change from turn to turn, after
+    edits of the cache.
+    """
     base, found = model(), []
     past: Any = DynamicCache(config=base.config)
     ids = random_tokens(4, 10 * LENGTH, seed=7)
@@ -254,23 +288,34 @@ def conversation(turns: list[tuple[str, str, int]], sparse: bool) -> list[Tensor
         changed = EDITS[edit](past) if past.get_seq_length() else None
         past = past if changed is None else changed
         start = past.get_seq_length()
-        past = past if start or sparse else DynamicCache(config=base.config)  # the shapes of an empty cache do not matter
+        # the shapes of an empty cache do not matter
+        past = past if start or sparse else DynamicCache(config=base.config)
         first: Any = past.layers[0] if start else None
         rows = len(first.keys) if start else 2
         options = CONTEXTS[context] if sparse else None
-        use = partial(run, inputs={"input_ids": ids[:rows, start : start + tokens], "past_key_values": past})
+        use = partial(
+            run, inputs={"input_ids": ids[:rows, start : start + tokens], "past_key_values": past}
+        )
         found.append(use(base) if options is None else attached(options, use))
     return found
 
 
 def test_one_cache_in_several_contexts(tries: Tries, steps: Callable[[str], None]) -> None:
-    """Random conversations that leave and enter attach: as without attach, or refused where the partition is another one."""
+    """Random conversations that leave and enter attach: as without attach, or refused where the
+    partition is another one.
+    """
     for seed in range(20):
         draw = random.Random(seed)
-        turns = [(draw.choice([*CONTEXTS]), draw.choice([*EDITS]), draw.choice((1, 1, 7, LENGTH))) for _ in range(5)]
+        turns = [
+            (draw.choice([*CONTEXTS]), draw.choice([*EDITS]), draw.choice((1, 1, 7, LENGTH)))
+            for _ in range(5)
+        ]
         steps(draw.choice(PHASES))
         expected = alone(lambda _, turns=turns: conversation(turns, sparse=False))
-        mixed = sum(name in ("other partition", "more buckets", "partition after RoPE") for name, _, _ in turns)
+        mixed = sum(
+            name in ("other partition", "more buckets", "partition after RoPE")
+            for name, _, _ in turns
+        )
 
         def right(found: list[Tensor], expected: Any = expected) -> bool:
             return all(map(same, found, expected))
@@ -296,13 +341,20 @@ SETTINGS: list[dict[str, Any]] = [
 
 def generated(base: Any, setting: Mapping[str, Any]) -> Tensor:
     ids = random_tokens(2, LENGTH, seed=3)
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False, **setting}
+    given = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 4,
+        "do_sample": False,
+        **setting,
+    }
     found: Any = base.generate(ids, **given)
     return found if isinstance(found, Tensor) else found.sequences
 
 
 def test_generate(tries: Tries, steps: Callable[[str], None]) -> None:
-    """The tokens of the model alone, or a refusal; drafts, which serve one row, are tried in tests/serving."""
+    """The tokens of the model alone, or a refusal; drafts, which serve one row, are tried in
+    tests/serving.
+    """
     for setting, phase in spread(SETTINGS, PHASES):
         steps(phase)
         expected = alone(partial(generated, setting=setting))

@@ -1,6 +1,8 @@
-"""Code in the files of a model: modules that its JSON names, pickles, templates. None runs, also if standard input says yes.
+"""Code in the files of a model: modules that its JSON names, pickles, templates. None runs, also if
+standard input says yes.
 
-The payloads write a file. A try ends well if there is no such file, and the model is refused or served as without the payload.
+The payloads write a file. A try ends well if there is no such file, and the model is refused or
+served as without the payload.
 """
 
 import io
@@ -43,7 +45,13 @@ def generate(model, **options):
     open({MARKER!r}, "w").close()
 """
 CLASSES = ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer", "AutoModel", "AutoProcessor")
-MODULES = ("own.py", "modeling_llama.py", "configuration_llama.py", "tokenization_llama.py", "custom_generate/generate.py")
+MODULES = (
+    "own.py",
+    "modeling_llama.py",
+    "configuration_llama.py",
+    "tokenization_llama.py",
+    "custom_generate/generate.py",
+)
 
 
 class Payload:
@@ -98,12 +106,22 @@ def named_modules() -> Iterator[tuple[str, Damage]]:
         yield f"{file} {name}={reference}", edited(file, "auto_map", name, value=reference)
     for value in ("own.Own", ["own.Own", None], [], {"AutoTokenizer": ["own.Own", "own.Own"]}):
         yield f"{SETTINGS} auto_map={value}", edited(SETTINGS, "auto_map", value=value)
-    for key, value in spread(("model_type", "tokenizer_class", "architectures"), ("own", "own.Own", ["Own"])):
+    for key, value in spread(
+        ("model_type", "tokenizer_class", "architectures"), ("own", "own.Own", ["Own"])
+    ):
         yield f"{CONFIG} {key}={value}", edited(CONFIG, key, value=value)
         yield f"{SETTINGS} {key}={value}", edited(SETTINGS, key, value=value)
-    for key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_experts_implementation"):
+    for key in (
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "_experts_implementation",
+    ):
         yield f"{CONFIG} {key}", edited(CONFIG, key, value="nobody/nothing")
-    yield "custom_generate", edited(GENERATION, "custom_generate", value="custom_generate/generate.py")
+    yield (
+        "custom_generate",
+        edited(GENERATION, "custom_generate", value="custom_generate/generate.py"),
+    )
 
 
 @pytest.mark.slow
@@ -111,17 +129,32 @@ def test_modules(tries: Tries, models: Models) -> None:
     """A tokenizer with code of its own is refused; a model of a known family needs none."""
     own = edited(CONFIG, "model_type", value="own")
     for (name, damage), unknown in spread(named_modules(), (False, True, False)):
-        attempt_without_code(tries, models, f"{name}, unknown={unknown}", modules, *([own] if unknown else []), damage)
+        attempt_without_code(
+            tries,
+            models,
+            f"{name}, unknown={unknown}",
+            modules,
+            *([own] if unknown else []),
+            damage,
+        )
 
 
 def test_pickles(tries: Tries, models: Models) -> None:
-    """As the weights, among them, as a part that an index names, and in files that nothing names."""
-    for place, (payload, protocol) in spread([*PLACES, *PLACES], zip(PAYLOADS, (0, 2, 4), strict=True)):
+    """As the weights, among them, as a part that an index names, and in files that nothing
+    names.
+    """
+    for place, (payload, protocol) in spread(
+        [*PLACES, *PLACES], zip(PAYLOADS, (0, 2, 4), strict=True)
+    ):
 
-        def damage(at: Path, payload: Payload = payload, protocol: int = protocol, place: str = place) -> None:
+        def damage(
+            at: Path, payload: Payload = payload, protocol: int = protocol, place: str = place
+        ) -> None:
             PLACES[place](at, payload, protocol)
 
-        attempt_without_code(tries, models, f"{payload.parts[0]} by protocol {protocol} in {place}", damage)
+        attempt_without_code(
+            tries, models, f"{payload.parts[0]} by protocol {protocol} in {place}", damage
+        )
 
 
 def alone(at: Path, payload: Payload, protocol: int) -> None:
@@ -140,7 +173,9 @@ def in_a_part(at: Path, payload: Payload, protocol: int) -> None:
     (at / WEIGHTS).unlink()
     (at / "part.bin").write_bytes(pickle.dumps(dict.fromkeys(names, payload), protocol))
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        (at / index).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "part.bin")}))
+        (at / index).write_text(
+            json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "part.bin")})
+        )
 
 
 def as_safetensors(at: Path, payload: Payload, protocol: int) -> None:
@@ -148,7 +183,14 @@ def as_safetensors(at: Path, payload: Payload, protocol: int) -> None:
 
 
 def in_other_files(at: Path, payload: Payload, protocol: int) -> None:
-    names = ("training_args.bin", "optimizer.pt", "adapter_model.bin", "rng_state.pth", "tokenizer.pkl", "other.bin")
+    names = (
+        "training_args.bin",
+        "optimizer.pt",
+        "adapter_model.bin",
+        "rng_state.pth",
+        "tokenizer.pkl",
+        "other.bin",
+    )
     for name in (*names, "pytorch_model.bin", "tf_model.h5", "flax_model.msgpack"):
         (at / name).write_bytes(pickle.dumps(payload, protocol))
 
@@ -156,7 +198,11 @@ def in_other_files(at: Path, payload: Payload, protocol: int) -> None:
 def in_an_adapter(at: Path, payload: Payload, protocol: int) -> None:
     (at / "adapter_model.bin").write_bytes(pickle.dumps(payload, protocol))
     edit(at / "adapter_config.json", ("peft_type",), "LORA")
-    edit(at / "adapter_config.json", ("auto_mapping",), {"base_model_class": "Own", "parent_library": "own"})
+    edit(
+        at / "adapter_config.json",
+        ("auto_mapping",),
+        {"base_model_class": "Own", "parent_library": "own"},
+    )
 
 
 def as_vocabulary(at: Path, payload: Payload, protocol: int) -> None:
@@ -177,4 +223,6 @@ PLACES = {
 
 def test_templates(tries: Tries, models: Models) -> None:
     for escape in ESCAPES:
-        attempt_without_code(tries, models, f"template {escape}", edited(SETTINGS, "chat_template", value=escape))
+        attempt_without_code(
+            tries, models, f"template {escape}", edited(SETTINGS, "chat_template", value=escape)
+        )

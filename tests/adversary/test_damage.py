@@ -1,4 +1,6 @@
-"""Damaged checkpoints and damaged parts of a cache: resumption has the result of undisturbed runs."""
+"""Damaged checkpoints and damaged parts of a cache: resumption has the result of undisturbed
+runs.
+"""
 
 import json
 import shutil
@@ -19,10 +21,24 @@ from tests.training.line import TRAIN as LONGER
 from tests.training.line import Line, run, same_weights
 
 TRAIN = replace(LONGER, steps=9, save_every=3, log_every=9)
-DAMAGES = ["one bit flipped", "truncated", "empty", "all zeros", "bytes appended", "missing", "other content", "a folder"]
-DAMAGED = {"the newest": ["checkpoint-7"], "the older": ["checkpoint-6"], "both": ["checkpoint-6", "checkpoint-7"]}
+DAMAGES = [
+    "one bit flipped",
+    "truncated",
+    "empty",
+    "all zeros",
+    "bytes appended",
+    "missing",
+    "other content",
+    "a folder",
+]
+DAMAGED = {
+    "the newest": ["checkpoint-7"],
+    "the older": ["checkpoint-6"],
+    "both": ["checkpoint-6", "checkpoint-7"],
+}
 FILES = (
-    "complete.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt", "trainer_state.json",
+    "complete.json", "model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt",
+    "trainer_state.json",
 )  # fmt: skip
 
 
@@ -50,7 +66,9 @@ def resumed(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_damaged_checkpoints(tries: Tries, stopped: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoints(
+    tries: Tries, stopped: Path, undisturbed: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     same = partial(same_weights, undisturbed, steps=TRAIN.steps)
     for hurt, file, how in drawn(product(DAMAGED, FILES, DAMAGES), 20):
@@ -58,8 +76,14 @@ def test_damaged_checkpoints(tries: Tries, stopped: Path, undisturbed: Path, tmp
         shutil.copytree(stopped, folder)
         for name in DAMAGED[hurt]:
             _damage(folder / "checkpoints" / name / file, how)
-        unmarked = file == "complete.json" and how in ("missing", "a folder")  # no checkpoint at all: the run starts again
-        tries.python(f"{hurt}: {file} {how}", partial(resumed, folder), same, accepted=hurt != "both" or unmarked)
+        # no checkpoint at all: the run starts again
+        unmarked = file == "complete.json" and how in ("missing", "a folder")
+        tries.python(
+            f"{hurt}: {file} {how}",
+            partial(resumed, folder),
+            same,
+            accepted=hurt != "both" or unmarked,
+        )
 
 
 def _damage(path: Path, how: str) -> None:
@@ -86,7 +110,10 @@ def test_damaged_parts_count_as_missing(tries: Tries, tmp_path: Path) -> None:
     settings = {"seed": 0, "data": ["a", "b"], "model": {"id": "toy", "layers": 2}}
     whole = tmp_path / "whole"
     parts = FinishedParts(whole, settings, resume=False)
-    saved = {name: {"queries": torch.rand(8, 4), "counts": torch.arange(3) + number} for number, name in enumerate(PARTS)}
+    saved = {
+        name: {"queries": torch.rand(8, 4), "counts": torch.arange(3) + number}
+        for number, name in enumerate(PARTS)
+    }
     for name, tensors in saved.items():
         parts.save(name, tensors, {"seconds": 1.5})
     damages = [*zip(cycle(PARTS), BYTES, strict=False), *((name, "swapped") for name in SWAPS)]
@@ -100,7 +127,9 @@ def test_damaged_parts_count_as_missing(tries: Tries, tmp_path: Path) -> None:
 
         def intact(opened: FinishedParts, damaged: str) -> bool:
             others = all(
-                torch.equal(opened.load(each)[0]["queries"], saved[each]["queries"]) for each in saved if each != damaged
+                torch.equal(opened.load(each)[0]["queries"], saved[each]["queries"])
+                for each in saved
+                if each != damaged
             )
             return damaged not in opened and others
 
@@ -111,10 +140,22 @@ def test_damaged_parts_count_as_missing(tries: Tries, tmp_path: Path) -> None:
 def test_damaged_settings(tries: Tries, tmp_path: Path) -> None:
     """Other settings are refused by ``resume``, and otherwise remove the parts."""
     settings = {"seed": 0, "data": ["a", "b"], "model": {"id": "toy", "layers": 2}}
-    changes = [with_value(settings, place, value) for value, place in spread(VALUES, places(settings))]
+    changes = [
+        with_value(settings, place, value) for value, place in spread(VALUES, places(settings))
+    ]
     changes += [with_value(settings, place, REMOVED) for place in places(settings)]
     texts = [json.dumps(changed) for changed in changes if changed != settings]
-    texts += ["", "{", "[]", "null", "NaN", "\0", "[" * 100_000, '{"a":' * 50_000, '{"seed": ' + "9" * 9999 + "}"]
+    texts += [
+        "",
+        "{",
+        "[]",
+        "null",
+        "NaN",
+        "\0",
+        "[" * 100_000,
+        '{"a":' * 50_000,
+        '{"seed": ' + "9" * 9999 + "}",
+    ]
     for number, (content, resume) in enumerate(spread(texts, (False, True))):
         folder = tmp_path / str(number)
         FinishedParts(folder, settings, resume=False).save("part", {"x": torch.zeros(2)})

@@ -1,7 +1,7 @@
 """Real commands under a limit of the size of files, and with outputs that are full.
 
-A command that cannot write ends with exit code 2 and one line. With space again, the same command, with ``resume=true`` if it
-trains, ends as one that was never interrupted.
+A command that cannot write ends with exit code 2 and one line. With space again, the same command,
+with ``resume=true`` if it trains, ends as one that was never interrupted.
 """
 
 import os
@@ -26,7 +26,13 @@ from tests.adversary.tries import Tries, last_lines, spread
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 Result = dict[str, torch.Tensor]
-TRAINED = {"train-gate": "gate", "fit-kmeans": "kmeans", "train-qmodel": "qmodel", "finetune": "model", "train-mta": "solver"}
+TRAINED = {
+    "train-gate": "gate",
+    "fit-kmeans": "kmeans",
+    "train-qmodel": "qmodel",
+    "finetune": "model",
+    "train-mta": "solver",
+}
 KINDS = {**TRAINED, "import-gate": "gate"}
 MODELS = {"train-mta": "mta", "import-gate": "theirs"}
 WRITING = [*KINDS, "eval", "bench"]
@@ -34,13 +40,19 @@ REFUSALS = "cannot be written|are free|no permission to write|is not writable"
 
 
 def limit_files(size: int) -> None:
-    """Lets no file of this process grow beyond ``size`` bytes; Python would cache truncated bytecode and believe it."""
+    """Lets no file of this process grow beyond ``size`` bytes; Python would cache truncated
+    bytecode and believe it.
+    """
     sys.dont_write_bytecode = True
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
 
 
-def end_of(folder: Path, output: Path, arguments: list[str], change: Callable[[], None] = lambda: None) -> tuple[int, str]:
-    """Returns exit code and output of ``msattn *arguments`` in ``folder``, by a forked process that first calls ``change``."""
+def end_of(
+    folder: Path, output: Path, arguments: list[str], change: Callable[[], None] = lambda: None
+) -> tuple[int, str]:
+    """Returns exit code and output of ``msattn *arguments`` in ``folder``, by a forked process that
+    first calls ``change``.
+    """
 
     def command() -> None:
         os.chdir(folder)
@@ -68,7 +80,11 @@ def result(folder: Path, command: str) -> Result:
         return {}
     artifact = folder / "outputs" / MODELS.get(command, "tiny") / "base" / KINDS[command]
     if command in ("finetune", "train-mta"):
-        return {name: tensor for path in sorted(artifact.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+        return {
+            name: tensor
+            for path in sorted(artifact.glob("*.safetensors"))
+            for name, tensor in load_file(path).items()
+        }
     return dict(read(artifact).tensors)
 
 
@@ -76,16 +92,26 @@ def result(folder: Path, command: str) -> Result:
 def test_files_that_may_not_grow(tries: Tries, work: Path, tmp_path: Path) -> None:
     draw = random.Random(1)
     for command in WRITING:
-        folder, whole, size = tmp_path / command, tmp_path / "whole" / command, int(8192 * 50 ** draw.random())
+        folder, whole, size = (
+            tmp_path / command,
+            tmp_path / "whole" / command,
+            int(8192 * 50 ** draw.random()),
+        )
         shutil.copytree(work, folder)
         shutil.copytree(work, whole)
-        fault = fault_of(*end_of(folder, tmp_path / "output", COMMANDS[command], partial(limit_files, size)))
+        fault = fault_of(
+            *end_of(folder, tmp_path / "output", COMMANDS[command], partial(limit_files, size))
+        )
         resume = ["resume=true"] if command in TRAINED else []
         code, _ = end_of(folder, tmp_path / "output", [*COMMANDS[command], *resume])
         assert end_of(whole, tmp_path / "output", COMMANDS[command])[0] == 0
         found, expected = result(folder, command), result(whole, command)
-        same = found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
-        fault = fault or (None if same and not code else f"the second run ends with {code}, same result: {same}")
+        same = found.keys() == expected.keys() and all(
+            torch.equal(found[name], expected[name]) for name in expected
+        )
+        fault = fault or (
+            None if same and not code else f"the second run ends with {code}, same result: {same}"
+        )
         tries.record(f"{command}, files of {size:,} bytes", fault)
 
 
@@ -93,7 +119,8 @@ def test_files_that_may_not_grow(tries: Tries, work: Path, tmp_path: Path) -> No
 def test_outputs_that_are_full(tries: Tries, work: Path, tmp_path: Path) -> None:
     """A full stdout is named on stderr, also without a buffer; a full stderr changes nothing."""
     streams = ((1, False), (1, False), (2, False), (1, True), (2, True))
-    pages = {"help": ["help"], "configuration": ["eval", "--cfg", "job"]}  # shorter and longer than a buffer
+    # shorter and longer than a buffer
+    pages = {"help": ["help"], "configuration": ["eval", "--cfg", "job"]}
     of_pages = [(page, (1, buffered)) for page in pages for buffered in (True, False)]
     for command, (descriptor, buffered) in (*spread(COMMANDS, streams), *of_pages):
         full = partial(redirect, Path("/dev/full"), descriptor, buffered=buffered)

@@ -25,13 +25,26 @@ from tests.adversary.model_folders import (
 )
 from tests.adversary.tries import Tries
 
-CHECKED = {CONFIG, GENERATION, SETTINGS, VOCABULARY, TEMPLATE_FILE, "special_tokens_map.json", "extra.json", *OTHERS}
+CHECKED = {
+    CONFIG,
+    GENERATION,
+    SETTINGS,
+    VOCABULARY,
+    TEMPLATE_FILE,
+    "special_tokens_map.json",
+    "extra.json",
+    *OTHERS,
+}
 TEMPLATES = "additional_chat_templates/other.jinja"
 FAMILIES = ("llama", "mistral", "qwen3", "gemma3_text", "glm4", "gpt_oss")
 
 
-def names_asked(folder: Path, load: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Returns the names of the files below ``folder`` that transformers looks for or opens, whether they exist or not."""
+def names_asked(
+    folder: Path, load: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+) -> set[str]:
+    """Returns the names of the files below ``folder`` that transformers looks for or opens, whether
+    they exist or not.
+    """
     asked = set[str]()
 
     def record(path: Any) -> bool:
@@ -49,12 +62,19 @@ def names_asked(folder: Path, load: Callable[[Path], Any], monkeypatch: pytest.M
 def load_directly(folder: Path) -> None:
     try:
         AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, ImportError):  # without tokenizer.json it looks for others
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        ImportError,
+    ):  # without tokenizer.json it looks for others
         assert not (folder / VOCABULARY).exists()
     AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_what_transformers_looks_for_is_checked(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_transformers_looks_for_is_checked(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = set[str]()
     for family in FAMILIES:
         folder = models.damaged(edited(SETTINGS, "tokenizer_class", value=REMOVED), family=family)
@@ -62,13 +82,16 @@ def test_what_transformers_looks_for_is_checked(models: Models, monkeypatch: pyt
         (folder / VOCABULARY).unlink()
         asked |= names_asked(folder, load_directly, monkeypatch)
     assert {"added_tokens.json", "merges.txt", "vocab.json", "tokenizer.model"} <= asked
-    others = {WEIGHTS, f"{WEIGHTS}.index.json", "adapter_config.json"}  # see trainer/models/checkpoint.py
+    # see trainer/models/checkpoint.py
+    others = {WEIGHTS, f"{WEIGHTS}.index.json", "adapter_config.json"}
     assert asked <= CHECKED | others
 
 
 @pytest.mark.slow
 def test_links_of_every_file(tries: Tries, models: Models) -> None:
-    """A link that leaves the folder, and a file that is too large, are refused whatever the file is called."""
+    """A link that leaves the folder, and a file that is too large, are refused whatever the file is
+    called.
+    """
     for number, name in enumerate(sorted({*CHECKED, TEMPLATES})):
 
         def linked(folder: Path, name: str = name, large: bool = number % 2 == 1) -> None:
@@ -85,8 +108,18 @@ def test_links_of_every_file(tries: Tries, models: Models) -> None:
                 path.symlink_to("../elsewhere" if path.parent == folder else "../../elsewhere")
 
         folder = models.damaged(linked)
-        tries.python(f"{name}, {'too large' if number % 2 else 'a link'}", lambda folder=folder: load_folder(folder))
+        tries.python(
+            f"{name}, {'too large' if number % 2 else 'a link'}",
+            lambda folder=folder: load_folder(folder),
+        )
     for value in (["../model/tokenizer.json"], [], ["/etc/passwd"]):
-        folder = models.damaged(lambda at, value=value: edit(at / SETTINGS, ("fast_tokenizer_files",), value))
+        folder = models.damaged(
+            lambda at, value=value: edit(at / SETTINGS, ("fast_tokenizer_files",), value)
+        )
         accepted = None if value == [] else False
-        tries.python(f"fast_tokenizer_files={value}", lambda folder=folder: load_folder(folder), bool, accepted=accepted)
+        tries.python(
+            f"fast_tokenizer_files={value}",
+            lambda folder=folder: load_folder(folder),
+            bool,
+            accepted=accepted,
+        )

@@ -1,4 +1,6 @@
-"""Ctrl-C, SIGTERM and lost data workers at random moments: exit codes 130 and 143, one line, and a run that can be resumed."""
+"""Ctrl-C, SIGTERM and lost data workers at random moments: exit codes 130 and 143, one line, and a
+run that can be resumed.
+"""
 
 import os
 import random
@@ -25,7 +27,12 @@ from tests.adversary.tries import Tries, last_lines, spread
 from tests.running import wait_until
 from tests.training.line import TRAIN, Line, run, same_weights
 
-HELP = {"help": ["help"], "page": ["help", "train.steps"], "--help": ["eval", "--help"], "--version": ["--version"]}
+HELP = {
+    "help": ["help"],
+    "page": ["help", "train.steps"],
+    "--help": ["eval", "--help"],
+    "--version": ["--version"],
+}
 STOPS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
@@ -63,8 +70,12 @@ def job(monkeypatch: pytest.MonkeyPatch, here: Path) -> Path:
     return folder
 
 
-def started(folder: Path, *arguments: str, change_streams: Callable[[], None] = lambda: None) -> Child:
-    """Starts ``msattn *arguments`` in a forked process that handles signals; its output goes to ``folder/output``."""
+def started(
+    folder: Path, *arguments: str, change_streams: Callable[[], None] = lambda: None
+) -> Child:
+    """Starts ``msattn *arguments`` in a forked process that handles signals; its output goes to
+    ``folder/output``.
+    """
 
     def command() -> None:
         os.setpgrp()
@@ -87,7 +98,9 @@ def train_gate(job: Path, *overrides: str) -> Child:
 
 
 def resumed_fault(job: Path, whole: Path) -> str | None:
-    """Resumes the run of ``job`` to its end; says whether its weights differ from those of an uninterrupted run."""
+    """Resumes the run of ``job`` to its end; says whether its weights differ from those of an
+    uninterrupted run.
+    """
     run(Line(job / "seen"), job, resume=True)
     return None if same_weights(job, whole) else "the resumed run has other weights"
 
@@ -100,7 +113,9 @@ def test_a_data_worker_is_killed(tries: Tries, job: Path, whole: Path) -> None:
         shutil.rmtree(job)
         job.mkdir()
         child = train_gate(job, "train.num_workers=2")
-        wait_until(lambda child=child: child.poll() is not None or psutil.Process(child.pid).children())
+        wait_until(
+            lambda child=child: child.poll() is not None or psutil.Process(child.pid).children()
+        )
         time.sleep(draw.uniform(0, 0.4))
         with suppress(IndexError, psutil.NoSuchProcess):  # the training has ended
             draw.choice(psutil.Process(child.pid).children()).send_signal(number)
@@ -116,12 +131,16 @@ def test_signals_to_each_command(tries: Tries, work: Path) -> None:
     draw = random.Random(5)
     for command, (number, times) in spread([*COMMANDS, *HELP], product(STOPS, (1, 2))):
         child = started(work, *(COMMANDS | HELP)[command])
-        pauses = [draw.uniform(0, 1.5 if command in COMMANDS else 0.1), draw.uniform(0, 0.2)][:times]
+        pauses = [draw.uniform(0, 1.5 if command in COMMANDS else 0.1), draw.uniform(0, 0.2)][
+            :times
+        ]
         for pause in pauses:
             time.sleep(pause)
             child.send(number)
         case = f"{command}, {number.name} after {', '.join(f'{pause:.2f}' for pause in pauses)} s"
-        tries.record(case, output_fault(child.wait(), {0, STOPS[number]}, (work / "output").read_text()))
+        tries.record(
+            case, output_fault(child.wait(), {0, STOPS[number]}, (work / "output").read_text())
+        )
 
 
 def close_reader() -> None:
@@ -139,7 +158,9 @@ def close() -> None:
 
 @pytest.mark.slow
 def test_output_that_nobody_reads(tries: Tries, work: Path) -> None:
-    """Results are complete and nothing is printed on stderr; the exit code is 0, or 1 where a line could not be written."""
+    """Results are complete and nothing is printed on stderr; the exit code is 0, or 1 where a line
+    could not be written.
+    """
     for command, change in spread(COMMANDS | HELP, (close_reader, close)):
         shutil.rmtree("outputs/tiny/base/eval", ignore_errors=True)
         code = started(work, *(COMMANDS | HELP)[command], change_streams=change).wait()

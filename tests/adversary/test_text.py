@@ -1,4 +1,6 @@
-"""Hostile text: damaged and compressed files, lines of jsonl, parquet columns, special files, names and globs."""
+"""Hostile text: damaged and compressed files, lines of jsonl, parquet columns, special files, names
+and globs.
+"""
 
 import gzip
 import io
@@ -83,7 +85,11 @@ def test_damaged_files(tries: Tries, tmp_path: Path) -> None:
     for kind, compression, damage in product(CONTENTS, COMPRESSORS, DAMAGES):
         path = tmp_path / f"{damage}{kind}{compression}"
         path.write_bytes(DAMAGES[damage](COMPRESSORS[compression](CONTENTS[kind])))
-        tries.python(path.name, lambda path=path: texts_of(path), lambda found, path=path: found == independently(path))
+        tries.python(
+            path.name,
+            lambda path=path: texts_of(path),
+            lambda found, path=path: found == independently(path),
+        )
 
 
 VALUES: dict[str, str] = {  # JSON that is a text, or is no text
@@ -113,17 +119,24 @@ LINES: dict[str, str] = {
     "answer": '{{"text": "a", "prompt": "a", "answer": {0}}}',
     "messages": '{{"text": "a", "messages": [{{"role": "user", "content": {0}}}], "answer": "a"}}',
     "alone": "{0}",
-    "second": '{{"text": "a", "prompt": "a", "answer": "a"}}\n{{"text": {0}, "prompt": {0}, "answer": {0}}}',
+    "second": '{{"text": "a", "prompt": "a", "answer": "a"}}\n{{"text": {0}, "prompt": {0}, '
+    '"answer": {0}}}',
 }
 
 
 def is_right(found: list[Any], path: Path) -> bool:
-    """Returns True if ``found`` are the texts or the prompts of the jsonl file ``path``, and are Unicode."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    """Returns True if ``found`` are the texts or the prompts of the jsonl file ``path``, and are
+    Unicode.
+    """
+    rows = [
+        json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()
+    ]
     expected: list[Any] = [row["text"] for row in rows if row["text"]]
     if found and isinstance(found[0], Prompt):
         expected = [Prompt(row.get("prompt") or row["messages"], row["answer"]) for row in rows]
-    return found == expected and bool(json.dumps([repr(each) for each in found], ensure_ascii=False).encode())
+    return found == expected and bool(
+        json.dumps([repr(each) for each in found], ensure_ascii=False).encode()
+    )
 
 
 def test_lines_of_jsonl(tries: Tries, tmp_path: Path) -> None:
@@ -140,12 +153,16 @@ def test_lines_of_jsonl(tries: Tries, tmp_path: Path) -> None:
 
 
 def dictionary(*texts: str, repeat: int = 1) -> pyarrow.DictionaryArray:
-    return pyarrow.DictionaryArray.from_arrays(pyarrow.array(list(range(len(texts))) * repeat, pyarrow.int32()), list(texts))
+    return pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array(list(range(len(texts))) * repeat, pyarrow.int32()), list(texts)
+    )
 
 
 def named_twice() -> bytes:
     stream = io.BytesIO()
-    table = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
+    table = pyarrow.Table.from_arrays(
+        [pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"]
+    )
     pyarrow.parquet.write_table(table, stream)
     return stream.getvalue()
 
@@ -156,7 +173,8 @@ def not_unicode() -> pyarrow.Array:
     )
 
 
-TABLES: dict[str, tuple[Callable[[], bytes], list[str] | None]] = {  # a file, and its texts if it is not refused
+# a file, and its texts if it is not refused
+TABLES: dict[str, tuple[Callable[[], bytes], list[str] | None]] = {
     "names": (named_twice, None),
     "no columns": (lambda: parquet(), None),
     "no rows": (lambda: parquet(text=pyarrow.array([], pyarrow.string())), []),
@@ -177,7 +195,11 @@ def test_tables(tries: Tries, tmp_path: Path) -> None:
     for name in TABLES:
         path = tmp_path / f"{name}.parquet"
         path.write_bytes(TABLES[name][0]())
-        tries.python(path.name, lambda path=path: texts_of(path), lambda found, name=name: found == TABLES[name][1])
+        tries.python(
+            path.name,
+            lambda path=path: texts_of(path),
+            lambda found, name=name: found == TABLES[name][1],
+        )
 
 
 BOMBS: dict[str, Callable[[], bytes]] = {
@@ -224,7 +246,18 @@ def special_files(folder: Path) -> Iterable[Path]:
     yield from sorted(folder.iterdir())
     yield from map(Path, ("/dev/zero", "/dev/null", "/proc/self/mem"))
     yield from (
-        Path(name) for name in ("", " ", "a\0b", "a\nb", "x" * 300, "x/" * 3000, "~nobody/x.txt", "a.txt/", "\udcff.txt")
+        Path(name)
+        for name in (
+            "",
+            " ",
+            "a\0b",
+            "a\nb",
+            "x" * 300,
+            "x/" * 3000,
+            "~nobody/x.txt",
+            "a.txt/",
+            "\udcff.txt",
+        )
     )
 
 
@@ -235,11 +268,25 @@ def test_special_files(tries: Tries, here: Path) -> None:
         tries.python(f"{name}={str(file)[:60]!r}", lambda read=read, file=file: read(file))
     for name, read in READERS.items():
         (here / "good.txt").write_text('{"prompt": "a", "answer": "b"}')
-        (here / "link.txt").symlink_to(here / "good.txt") if not (here / "link.txt").exists() else None
-        tries.python(f"{name}, link", lambda read=read: read(here / "link.txt"), lambda found: bool(found))
+        (here / "link.txt").symlink_to(here / "good.txt") if not (
+            here / "link.txt"
+        ).exists() else None
+        tries.python(
+            f"{name}, link", lambda read=read: read(here / "link.txt"), lambda found: bool(found)
+        )
 
 
-NAMES = (b"caf\xe9.txt", b"new\nline.txt", b"[a].txt", b"{a,b}.txt", b"**.txt", b"${x}.txt", b"'\".txt", b"~.txt", b"a=b,c.txt")
+NAMES = (
+    b"caf\xe9.txt",
+    b"new\nline.txt",
+    b"[a].txt",
+    b"{a,b}.txt",
+    b"**.txt",
+    b"${x}.txt",
+    b"'\".txt",
+    b"~.txt",
+    b"a=b,c.txt",
+)
 NAMES += ("\u202e\u200b.txt".encode(), b"\x1b[31m.txt", b"x" * 251 + b".txt", b"\\.txt")
 
 

@@ -23,26 +23,55 @@ from tests.adversary.model_folders import (
 )
 from tests.adversary.tries import Tries, spread
 
-READ = ("eos_token_id", "bos_token_id", "pad_token_id", "repetition_penalty", "do_sample", "temperature", "top_k")
+READ = (
+    "eos_token_id",
+    "bos_token_id",
+    "pad_token_id",
+    "repetition_penalty",
+    "do_sample",
+    "temperature",
+    "top_k",
+)
 UNREAD = (
-    "bad_words_ids", "cache_implementation", "compile_config", "custom_generate", "forced_eos_token_id", "max_length",
-    "max_time", "num_beams", "prompt_lookup_num_tokens", "return_dict_in_generate", "stop_strings", "watermarking_config",
+    "bad_words_ids", "cache_implementation", "compile_config", "custom_generate",
+    "forced_eos_token_id", "max_length",
+    "max_time", "num_beams", "prompt_lookup_num_tokens", "return_dict_in_generate", "stop_strings",
+    "watermarking_config",
 )  # fmt: skip
 SETTINGS_KEYS = (
-    "bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens", "extra_special_tokens",
-    "added_tokens_decoder", "auto_map", "chat_template", "clean_up_tokenization_spaces", "model_max_length",
-    "split_special_tokens", "add_bos_token", "fix_mistral_regex", "init_inputs", "merges", "name_or_path", "post_processor",
+    "bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens",
+    "extra_special_tokens",
+    "added_tokens_decoder", "auto_map", "chat_template", "clean_up_tokenization_spaces",
+    "model_max_length",
+    "split_special_tokens", "add_bos_token", "fix_mistral_regex", "init_inputs", "merges",
+    "name_or_path", "post_processor",
     "self", "tokenizer_class", "tokenizer_file", "tokenizer_object", "vocab", "vocab_file",
 )  # fmt: skip
 WORDS = {"type": "WordLevel", "unk_token": "t0"}
 PAIRS = {"type": "BPE", "vocab": {"t": 0, "3": 1, "t3": 2}, "merges": ["t 3"]}
-TOKEN = {"content": "t7", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+TOKEN = {
+    "content": "t7",
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "special": True,
+}
 FIRST = {
-    "single": [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "single": [
+        {"SpecialToken": {"id": "x", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+    ],
     "pair": [],
     "special_tokens": {"x": {"id": "x", "ids": [10**6], "tokens": ["x"]}},
 }
-PAD = {"direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "t0"}
+PAD = {
+    "direction": "Right",
+    "pad_to_multiple_of": None,
+    "pad_id": 0,
+    "pad_type_id": 0,
+    "pad_token": "t0",
+}
 
 
 def replaced(content: str, **pattern: str) -> dict[str, Any]:
@@ -53,32 +82,54 @@ def split(regex: str) -> dict[str, Any]:
     return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
 
 
-TOKENIZERS: list[tuple[str, str, Any]] = [  # name, key of tokenizer.json, and a value that takes long, or fails for some texts
-    ("doubles", "normalizer", {"type": "Sequence", "normalizers": [replaced("tt", String="t")] * 60}),
+# name, key of tokenizer.json, and a value that takes long, or fails for some texts
+TOKENIZERS: list[tuple[str, str, Any]] = [
+    (
+        "doubles",
+        "normalizer",
+        {"type": "Sequence", "normalizers": [replaced("tt", String="t")] * 60},
+    ),
     ("grows", "normalizer", replaced("t " * 10**6, String="t")),
     ("backtracks", "normalizer", replaced("", Regex="(t+)+$|(.*)*x")),
-    ("allocates", "normalizer", {"type": "Precompiled", "precompiled_charsmap": "/////////////////w=="}),
+    (
+        "allocates",
+        "normalizer",
+        {"type": "Precompiled", "precompiled_charsmap": "/////////////////w=="},
+    ),
     ("panics", "normalizer", {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
     ("splits slowly a long text", "pre_tokenizer", split("(?:(?: [a-z]{1,9}){1,9})+\u0001")),
     ("splits by nothing", "pre_tokenizer", split("(((")),
     ("pads", "padding", {"strategy": {"Fixed": 10**9}, **PAD}),
-    ("truncates", "truncation", {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}),
+    (
+        "truncates",
+        "truncation",
+        {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0},
+    ),
     ("has no unknown token", "model", WORDS | {"vocab": {"t0": 0}, "unk_token": "none"}),
     ("has a high id", "model", WORDS | {"vocab": {"t0": 0, "t3": 10**6}}),
     ("has an id twice", "model", WORDS | {"vocab": {"t0": 0, "t3": 1, "t5": 1, "t7": 1}}),
     ("has a high added id", "added_tokens", [TOKEN | {"id": 10**6}]),
     ("begins with a high id", "post_processor", {"type": "TemplateProcessing", **FIRST}),
-    ("ends with a high id", "post_processor", {"type": "BertProcessing", "sep": ["x", 10**6], "cls": ["y", 2**32 - 1]}),
+    (
+        "ends with a high id",
+        "post_processor",
+        {"type": "BertProcessing", "sep": ["x", 10**6], "cls": ["y", 2**32 - 1]},
+    ),
     ("has no merges", "model", PAIRS | {"vocab": {"t": 0}}),
     ("draws", "model", PAIRS | {"dropout": 0.5}),
-    ("has a wrong unknown id", "model", {"type": "Unigram", "vocab": [["t0", 0.0], ["t", -1e308]], "unk_id": 7}),
+    (
+        "has a wrong unknown id",
+        "model",
+        {"type": "Unigram", "vocab": [["t0", 0.0], ["t", -1e308]], "unk_id": 7},
+    ),
     ("decodes by backtracking", "decoder", replaced("", Regex="(t+)+$|(.*)*x")),
 ]
 LOOP = "{% for i in range(100000) %}"
 TEMPLATES = {
     "loops": LOOP * 3 + "{% endfor %}" * 3,
     "power": "{{ 10 ** (10 ** 10) }}",
-    "doubling": "{% set n = namespace(x='tttttttt') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
+    "doubling": "{% set n = namespace(x='tttttttt') %}{% for i in range(60) %}{% set n.x = n.x ~ "
+    "n.x %}{% endfor %}{{ n.x }}",
     "width": "{{ '%99999999999d' % 1 }}",
     "recursion": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
     "nesting": "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
@@ -107,17 +158,37 @@ def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_values_of_documents(tries: Tries, models: Models) -> None:
-    """Each key of the generation configuration, the tokenizer's settings and its vocabulary, with one value."""
+    """Each key of the generation configuration, the tokenizer's settings and its vocabulary, with
+    one value.
+    """
     for key, (name, value) in spread((*READ, *UNREAD), HOSTILE.items()):
         accepted = known_end(key, name, UNREAD)
-        attempt(tries, models, f"{GENERATION} {key}={name}", edited(GENERATION, key, value=value), accepted=accepted)
+        attempt(
+            tries,
+            models,
+            f"{GENERATION} {key}={name}",
+            edited(GENERATION, key, value=value),
+            accepted=accepted,
+        )
     for (name, value), key in spread(HOSTILE.items(), SETTINGS_KEYS):
         accepted = known_end(key, name, ())
-        attempt(tries, models, f"{SETTINGS} {key}={name}", edited(SETTINGS, key, value=value), accepted=accepted)
+        attempt(
+            tries,
+            models,
+            f"{SETTINGS} {key}={name}",
+            edited(SETTINGS, key, value=value),
+            accepted=accepted,
+        )
     paths = list(places(json.loads((models.base() / VOCABULARY).read_text())))
-    paths = [path for path in paths if path[:2] != ("model", "vocab") or path[-1] in ("vocab", "t0", "t3")]
+    paths = [
+        path
+        for path in paths
+        if path[:2] != ("model", "vocab") or path[-1] in ("vocab", "t0", "t3")
+    ]
     for path, (name, value) in drawn(spread(paths, HOSTILE.items()), 15):
-        attempt(tries, models, f"{VOCABULARY} {path}={name}", edited(VOCABULARY, *path, value=value))
+        attempt(
+            tries, models, f"{VOCABULARY} {path}={name}", edited(VOCABULARY, *path, value=value)
+        )
 
 
 @pytest.mark.slow
@@ -130,7 +201,13 @@ def test_tokenizers(tries: Tries, models: Models) -> None:
 def test_chat_templates(tries: Tries, models: Models) -> None:
     places = (lambda text: edited(SETTINGS, "chat_template", value=text), in_a_file)
     for (name, template), placed in spread(TEMPLATES.items(), places):
-        attempt(tries, models, f"template {name}", placed(template), accepted=True if name in SERVED else None)
+        attempt(
+            tries,
+            models,
+            f"template {name}",
+            placed(template),
+            accepted=True if name in SERVED else None,
+        )
 
 
 def in_a_file(template: str) -> Damage:

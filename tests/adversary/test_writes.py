@@ -1,6 +1,7 @@
 """Writers that are killed or fail at each file operation, and several processes at one folder.
 
-What was complete before stays, the next run works, and readers find a whole artifact at every moment.
+What was complete before stays, the next run works, and readers find a whole artifact at every
+moment.
 """
 
 import json
@@ -24,7 +25,8 @@ from tests.adversary.steps import Child, count_changes, killed_at
 from tests.adversary.tries import Tries
 from tests.artifacts import save
 
-FILES = ("a.json", "b.json", "c.json")  # of each generation of results; every file holds the generation's number
+# of each generation of results; every file holds the generation's number
+FILES = ("a.json", "b.json", "c.json")
 
 
 @pytest.fixture(params=[True, False], ids=["exchange", "no_exchange"])
@@ -55,7 +57,9 @@ def generation(folder: Path) -> int:
 
 
 def fault(folder: Path, before: int, attempted: int, *, keeps: bool, exchange: bool) -> str | None:
-    """Says what is wrong after kills of the writers of generations ``before + 1`` to ``attempted``, and after the next run."""
+    """Says what is wrong after kills of the writers of generations ``before + 1`` to ``attempted``,
+    and after the next run.
+    """
     if exchange and before and not folder.exists():
         return "no results in place"
     seen = current_folder(folder)
@@ -82,8 +86,12 @@ def checked(check: Callable[[], str | None]) -> str | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("keeps", "before"), [(True, 2), (False, 2), (False, 0)])
-def test_killed_at_each_step(tries: Tries, tmp_path: Path, exchange: bool, keeps: bool, before: int) -> None:
-    """One kill, or two runs that are killed one after the other; ``before`` generations were written before."""
+def test_killed_at_each_step(
+    tries: Tries, tmp_path: Path, exchange: bool, keeps: bool, before: int
+) -> None:
+    """One kill, or two runs that are killed one after the other; ``before`` generations were
+    written before.
+    """
 
     def prepared(name: str) -> Path:
         folder = tmp_path / name / "eval"
@@ -123,7 +131,11 @@ def test_an_artifact_is_replaced_and_killed(tries: Tries, tmp_path: Path, exchan
     def fault(step: int) -> str | None:
         before = value(folder)
         new = before + 1
-        writer = Child(killed_at(step, partial(write_artifact, folder, new), between=partial(time.sleep, 0.002)))
+        writer = Child(
+            killed_at(
+                step, partial(write_artifact, folder, new), between=partial(time.sleep, 0.002)
+            )
+        )
         seen = [before]
         while (code := writer.poll()) is None:
             seen.append(value(folder))
@@ -137,7 +149,11 @@ def test_an_artifact_is_replaced_and_killed(tries: Tries, tmp_path: Path, exchan
             return f"{value(folder)} in place"
         write_artifact(folder, new + 1)
         names = [path.name for path in folder.parent.iterdir()]
-        return None if value(folder) == new + 1 and names == ["gate"] else f"after the next run: {names}"
+        return (
+            None
+            if value(folder) == new + 1 and names == ["gate"]
+            else f"after the next run: {names}"
+        )
 
     for step in range(steps + 1):
         tries.record(f"killed at step {step} of {steps}", checked(partial(fault, step)))

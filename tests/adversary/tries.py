@@ -1,7 +1,8 @@
 """Tries: hostile inputs and how each ended.
 
-Each try says how it has to end: refused in one sentence (a ``UserError`` in Python, exit code 2 on the command line), served
-with the right result, or either. Tracebacks, hangs, other results and code that ran are bad ends.
+Each try says how it has to end: refused in one sentence (a ``UserError`` in Python, exit code 2 on
+the command line), served with the right result, or either. Tracebacks, hangs, other results and
+code that ran are bad ends.
 """
 
 import io
@@ -16,7 +17,8 @@ from msattn import cli
 from msattn.trainer.errors import UserError
 
 REFUSED, SERVED = "refused", "served"
-TIME_LIMIT = 60.0  # seconds after which a try counts as hanging; tries take less than a second on an idle machine
+# seconds after which a try counts as hanging; tries take less than a second on an idle machine
+TIME_LIMIT = 60.0
 Case = TypeVar("Case")
 Context = TypeVar("Context")
 
@@ -26,7 +28,9 @@ class Hung(BaseException):
 
 
 def spread(cases: Iterable[Case], contexts: Iterable[Context]) -> Iterator[tuple[Case, Context]]:
-    """Pairs each case with one of the contexts, in turn: a fault of a case seldom depends on the context."""
+    """Pairs each case with one of the contexts, in turn: a fault of a case seldom depends on the
+    context.
+    """
     return zip(cases, cycle(contexts), strict=False)
 
 
@@ -56,15 +60,21 @@ class Tries:
         Parameters
         ----------
         right : whether a result is right; None: the call must be refused.
-        accepted : True if the call must return, False if it must be refused, None if either is well.
-        refusal : the error that refuses, of one line.
+        accepted : True if the call must return, False if it must be refused, None if either is
+        well. refusal : the error that refuses, of one line.
         """
         self.record(case, python_fault(call, right, good_ends(right, accepted), refusal))
 
     def command(
-        self, case: object, *arguments: str, right: Callable[[str], bool] | None = None, accepted: bool | None = None
+        self,
+        case: object,
+        *arguments: str,
+        right: Callable[[str], bool] | None = None,
+        accepted: bool | None = None,
     ) -> None:
-        """Tries ``msattn *arguments``: exit code 2 and one line on stderr, or 0 and an output that is ``right``."""
+        """Tries ``msattn *arguments``: exit code 2 and one line on stderr, or 0 and an output that
+        is ``right``.
+        """
         self.record(case, command_fault(arguments, right, good_ends(right, accepted)))
 
     def check(self) -> None:
@@ -81,7 +91,10 @@ def good_ends(right: Callable[[Any], bool] | None, accepted: bool | None) -> set
 
 
 def python_fault(
-    call: Callable[[], Any], right: Callable[[Any], bool] | None, ends: set[str], refusal: type[Exception]
+    call: Callable[[], Any],
+    right: Callable[[Any], bool] | None,
+    ends: set[str],
+    refusal: type[Exception],
 ) -> str | None:
     """Returns how a Python call ended badly, or None."""
     try:
@@ -96,10 +109,16 @@ def python_fault(
         return f"hung for {TIME_LIMIT:.0f} s"
     except BaseException as error:  # any other exception is a bad end
         return f"{type(error).__name__}: {error}"
-    return None if SERVED in ends and right is not None and right(result) else f"served: {result!r:.200}"
+    return (
+        None
+        if SERVED in ends and right is not None and right(result)
+        else f"served: {result!r:.200}"
+    )
 
 
-def command_fault(arguments: Sequence[str], right: Callable[[str], bool] | None, ends: set[str]) -> str | None:
+def command_fault(
+    arguments: Sequence[str], right: Callable[[str], bool] | None, ends: set[str]
+) -> str | None:
     """Returns how a command ended badly, or None. It runs in this process."""
     out, err, code = io.StringIO(), io.StringIO(), 0
     try:
@@ -114,9 +133,15 @@ def command_fault(arguments: Sequence[str], right: Callable[[str], bool] | None,
     return output_fault(code, out.getvalue(), err.getvalue(), right, ends)
 
 
-def output_fault(code: int, out: str, err: str, right: Callable[[str], bool] | None, ends: set[str]) -> str | None:
+def output_fault(
+    code: int, out: str, err: str, right: Callable[[str], bool] | None, ends: set[str]
+) -> str | None:
     """Returns how a command with these results ended badly, or None."""
-    lines = [line for line in err.splitlines() if line.startswith("msattn: ") and not line.startswith("msattn: warning")]
+    lines = [
+        line
+        for line in err.splitlines()
+        if line.startswith("msattn: ") and not line.startswith("msattn: warning")
+    ]
     if "Traceback" in err:
         return f"traceback: {err[-300:]}"
     if code == 2:
@@ -124,7 +149,9 @@ def output_fault(code: int, out: str, err: str, right: Callable[[str], bool] | N
             return f"exit code 2 with {len(lines)} lines: {err[-300:]}"
         return None if REFUSED in ends else f"refused: {lines[0]}"
     if code == 0:
-        return None if SERVED in ends and right is not None and right(out) else f"served: {out[-200:]}"
+        return (
+            None if SERVED in ends and right is not None and right(out) else f"served: {out[-200:]}"
+        )
     return f"exit code {code}: {err[-300:]}"
 
 

@@ -12,7 +12,9 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def msattn(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs the entry point in this process; returns its exit code and what it printed on stdout and stderr."""
+    """Runs the entry point in this process; returns its exit code and what it printed on stdout and
+    stderr.
+    """
 
     def run(*arguments: str) -> tuple[int, str, str]:
         code = exit_code(*arguments)

@@ -1,4 +1,6 @@
-"""Whatever configuration, tokenizer and files decide is refused before a command reads weights, which may take minutes."""
+"""Whatever configuration, tokenizer and files decide is refused before a command reads weights,
+which may take minutes.
+"""
 
 import json
 import re
@@ -11,43 +13,64 @@ from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.models import EMBEDDED, loading
 from tests.commands.conftest import Run
 
-OTHER = ["--model", "wide", "device=cpu", "tracker=none"]  # an artifact of the embedded model does not fit it
+# an artifact of the embedded model does not fit it
+OTHER = ["--model", "wide", "device=cpu", "tracker=none"]
 OWN = ["--model", "own", "device=cpu", "tracker=none"]
 LONG = "a b c d e f g h " * 1000
 TEXT = ["--data", "short.txt"]
 GATE, KMEANS = f"artifacts.gate={SHIPPED / 'gate'}", f"artifacts.kmeans={SHIPPED / 'kmeans'}"
-RECALL = ["eval=recall", "eval.recall.length=512", "data.heldout_path=long.txt", "select=calibrated"]
+RECALL = [
+    "eval=recall",
+    "eval.recall.length=512",
+    "data.heldout_path=long.txt",
+    "select=calibrated",
+]
 WIDE = "artifact made for .*: its num_heads is 4, this model's is 8"
 SHORT = "documents of data.path=short.txt hold only"
 CASES = {
-    "a prompt": (["generate", *OWN, "select=quest", "--prompt", LONG], "the prompt's 8.* tokens and max_new_tokens=64"),
-    "a first message": (["generate", *OWN, "select=quest", "--chat", "--prompt", LONG], "the conversation's 8.* tokens"),
+    "a prompt": (["generate", *OWN, "select=quest", "--prompt", LONG], "the prompt's 8.* tokens "
+    "and max_new_tokens=64"),
+    "a first message": (["generate", *OWN, "select=quest", "--chat", "--prompt", LONG],
+        "the conversation's 8.* tokens"),
     "a gate": (["generate", *OTHER, GATE, "--prompt", "a"], f"gate {WIDE}"),
-    "a budget": (["generate", *OWN, "artifacts.qmodel=quest", "select=quest", "probes=9999", "--prompt", "a"], "probes=9999"),
-    "a chat template": (["generate", *OWN, "select=quest", "chat=true", "--prompt", "a"], "the tokenizer has no chat template"),
-    "requests": (["serve", *OWN, "dense=true", "server.max_length=99999"], "server.max_length=99999: the model has positions"),
-    "pages": (["serve", *OWN, "select=quest", "server.pages=2"], "server.pages=2: a request of 4096 tokens takes"),
+    "a budget": (["generate", *OWN, "artifacts.qmodel=quest", "select=quest", "probes=9999",
+        "--prompt", "a"], "probes=9999"),
+    "a chat template": (["generate", *OWN, "select=quest", "chat=true", "--prompt", "a"],
+        "the tokenizer has no chat template"),
+    "requests": (["serve", *OWN, "dense=true", "server.max_length=99999"],
+        "server.max_length=99999: the model has positions"),
+    "pages": (["serve", *OWN, "select=quest", "server.pages=2"], "server.pages=2: a request of "
+    "4096 tokens takes"),
     "a gate to serve": (["serve", *OTHER, GATE], f"gate {WIDE}"),
-    "positions": (["train-gate", *OWN, *TEXT, "data.seq_len=5000"], "seq_len=5000: the model has positions for 4096"),
+    "positions": (["train-gate", *OWN, *TEXT, "data.seq_len=5000"], "seq_len=5000: the model has "
+    "positions for 4096"),
     "text": (["train-gate", *OWN, *TEXT], f"data.seq_len=4096: the {SHORT}"),
-    "a schedule": (["train-gate", *OWN, *TEXT, "train.schedule=sometimes"], "train.schedule=sometimes: expected linear"),
-    "warmup": (["train-gate", *OWN, *TEXT, "train.warmup_steps=101", "train.steps=9"], "train.warmup_steps=101: expected"),
-    "buckets": (["fit-kmeans", *OWN, *TEXT, "data.seq_len=16", "kmeans.num_buckets=9999"], "num_buckets=9999: expected at"),
+    "a schedule": (["train-gate", *OWN, *TEXT, "train.schedule=sometimes"],
+        "train.schedule=sometimes: expected linear"),
+    "warmup": (["train-gate", *OWN, *TEXT, "train.warmup_steps=101", "train.steps=9"],
+        "train.warmup_steps=101: expected"),
+    "buckets": (["fit-kmeans", *OWN, *TEXT, "data.seq_len=16", "kmeans.num_buckets=9999"],
+        "num_buckets=9999: expected at"),
     "a k-means": (["train-qmodel", *OTHER, *TEXT, KMEANS], f"kmeans {WIDE}"),
     "queries": (["train-qmodel", *OWN, *TEXT, KMEANS], SHORT),
     "a gate to train": (["finetune", *OTHER, *TEXT, GATE], f"gate {WIDE}"),
-    "a length": (["finetune", *OWN, *TEXT, "select.sparsity=0", "data.seq_len=5000"], "seq_len=5000: the model has positions"),
+    "a length": (["finetune", *OWN, *TEXT, "select.sparsity=0", "data.seq_len=5000"],
+        "seq_len=5000: the model has positions"),
     "perplexity": (["eval", *OWN, *TEXT, "eval=perplexity"], f"the held-out {SHORT}"),
     "recall": (["eval", *OWN, *TEXT, "eval=recall"], f"the held-out {SHORT}"),
-    "needles": (["eval", *OWN, *TEXT, "eval=needle", "eval.needle.lengths=[24]"], r"eval.needle.lengths=24: "),
-    "prompts": (["eval", *OWN, "eval=prompts", "eval.prompts.path=long.jsonl"], "prompt 1 of long.jsonl, with 8.* tokens"),
+    "needles": (["eval", *OWN, *TEXT, "eval=needle", "eval.needle.lengths=[24]"],
+        r"eval.needle.lengths=24: "),
+    "prompts": (["eval", *OWN, "eval=prompts", "eval.prompts.path=long.jsonl"], "prompt 1 of "
+    "long.jsonl, with 8.* tokens"),
     "calibration": (["eval", *OWN, *TEXT, *RECALL], f"the {SHORT}"),
     "artifacts": (["eval", *OTHER, *TEXT, "eval=needle", GATE], f"gate {WIDE}"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_is_refused_before_weights_are_read(name: str, here: Path, msattn: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_is_refused_before_weights_are_read(
+    name: str, here: Path, msattn: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*arguments: object) -> None:
         raise AssertionError("the weights are read")
 

@@ -18,9 +18,17 @@ from msattn.kernels.block_sparse_attention import forward as block_sparse_attent
 from msattn.kernels.operations import OPERATIONS, SOFT_CAPPED
 from tests.commands.conftest import Run
 
-SMALL = bench.Shape(130, batch=2, q_heads=6, kv_heads=2, head_size=16, dtype=torch.float32, device="cpu")
+SMALL = bench.Shape(
+    130, batch=2, q_heads=6, kv_heads=2, head_size=16, dtype=torch.float32, device="cpu"
+)
 OPTIONS = bench.Options(lengths=[130], queries=[1, 3], kernels=[(6, 11), (1, 3)])
-TINY = ["bench", "bench.lengths=[96,192]", "bench.heads=[2,1]", "bench.head_size=16", "bench.sparsities=[0.5]"]
+TINY = [
+    "bench",
+    "bench.lengths=[96,192]",
+    "bench.heads=[2,1]",
+    "bench.head_size=16",
+    "bench.sparsities=[0.5]",
+]
 TINY += ["device=cpu", "tracker=none"]
 pytestmark = pytest.mark.usefixtures("round_figures")
 
@@ -40,18 +48,28 @@ def test_bench_has_cases_for_every_operation() -> None:
     assert list(bench.CASES) == list(OPERATIONS)
     assert {*tiles.FORWARD_KERNELS, *tiles.BACKWARD_KERNELS} <= set(OPERATIONS)
     assert {
-        kernel for kernels in (*tiles.FORWARD_KERNELS.values(), *tiles.BACKWARD_KERNELS.values()) for kernel in kernels
+        kernel
+        for kernels in (*tiles.FORWARD_KERNELS.values(), *tiles.BACKWARD_KERNELS.values())
+        for kernel in kernels
     } == set(tiles.CANDIDATES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "softcap"), [*((name, None) for name in OPERATIONS), *((name, 2.0) for name in SOFT_CAPPED)])
+@pytest.mark.parametrize(
+    ("name", "softcap"),
+    [*((name, None) for name in OPERATIONS), *((name, 2.0) for name in SOFT_CAPPED)],
+)
 def test_eager_form_equals_reference(name: str, softcap: float | None) -> None:
-    """The eager form sets the tolerance of a kernel: if it computed something else, a wrong kernel would pass."""
+    """The eager form sets the tolerance of a kernel: if it computed something else, a wrong kernel
+    would pass.
+    """
     found = list(bench.CASES[name](SMALL, replace(OPTIONS, softcap=softcap)))
     assert found
     for case in found:
-        layer = tuple(x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for x in case.layers[0])
+        layer = tuple(
+            x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+            for x in case.layers[0]
+        )
         expected = cases._results(case.reference, layer, OPERATIONS[name].differentiable)
         for key, x in cases._results(case.eager, layer, OPERATIONS[name].differentiable).items():
             torch.testing.assert_close(x, expected[key], rtol=1e-9, atol=1e-9)
@@ -71,7 +89,11 @@ def test_keys_differ_from_queries() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_every_operation_is_timed_with_its_peers(name: str) -> None:
-    rows = list(bench.measure(name, SMALL, replace(OPTIONS, peers=("flash", "eager", "product", "block_sparse"))))
+    rows = list(
+        bench.measure(
+            name, SMALL, replace(OPTIONS, peers=("flash", "eager", "product", "block_sparse"))
+        )
+    )
     own = [row for row in rows if row.variant == "msattn"]
     assert len({(row.setting, row.queries) for row in own}) == len(own) > 0
     for row in rows:
@@ -81,9 +103,11 @@ def test_every_operation_is_timed_with_its_peers(name: str) -> None:
         assert row.memory_gb is None, "PyTorch does not track memory on a CPU"
         assert 0 <= row.sparsity < 1
     assert all("eager" in row.times for row in own)
-    assert {"maxpool_attention": "flash", "bucket_mass": "product", "multiscale_attention": "block_sparse"}.get(
-        name, "eager"
-    ) in own[0].times
+    assert {
+        "maxpool_attention": "flash",
+        "bucket_mass": "product",
+        "multiscale_attention": "block_sparse",
+    }.get(name, "eager") in own[0].times
 
 
 def test_speedups_are_over_the_peer_of_the_same_setting() -> None:
@@ -132,7 +156,10 @@ def test_coarsened_mask_reads_as_many_keys() -> None:
     assert torch.equal(coarse, coarse.tril())
     assert coarse.diagonal(dim1=2, dim2=3).all()
     assert 4 * coarse.sum() == pytest.approx(int(mask.sum()), rel=0.03)
-    assert torch.equal(peers.coarsen(torch.ones(1, 1, 8, 8, dtype=torch.bool).tril())[0, 0], torch.ones(4, 4).tril().bool())
+    assert torch.equal(
+        peers.coarsen(torch.ones(1, 1, 8, 8, dtype=torch.bool).tril())[0, 0],
+        torch.ones(4, 4).tril().bool(),
+    )
 
 
 @pytest.mark.gpu  # on a CPU its compilation takes long
@@ -167,8 +194,15 @@ def test_command_writes_a_table_and_a_figure(msattn: Run, tmp_path: Path) -> Non
     assert {row["length"] for row in rows} == {"96", "192"}
     assert {row["variant"] for row in rows} == {"flash", "cudnn", "eager", "msattn"}
     own = [row for row in rows if row["variant"] == "msattn"]
-    assert {row["setting"] for row in own} == {"50% sparse", "50% sparse, group masks", "50% sparse, 16 keys"}
-    assert all(float(row["times_flash"]) > 0 and row["device"].startswith("CPU") and row["torch"] for row in own)
+    assert {row["setting"] for row in own} == {
+        "50% sparse",
+        "50% sparse, group masks",
+        "50% sparse, 16 keys",
+    }
+    assert all(
+        float(row["times_flash"]) > 0 and row["device"].startswith("CPU") and row["torch"]
+        for row in own
+    )
     assert not list(folder.glob(".writing-*"))
     (run,) = (folder / "runs").glob("bench-*")
     assert (run / ".hydra/config.yaml").exists()
@@ -187,7 +221,9 @@ def test_interrupted_run_keeps_its_rows_and_earlier_results(
     before = (folder / "forward-cpu.csv").read_bytes()
     measure = bench.measure
 
-    def interrupted(operation: str, shape: bench.Shape, options: bench.Options) -> Iterator[bench.BenchRow]:
+    def interrupted(
+        operation: str, shape: bench.Shape, options: bench.Options
+    ) -> Iterator[bench.BenchRow]:
         yield next(measure(operation, shape, options))
         raise KeyboardInterrupt
 
@@ -200,7 +236,9 @@ def test_interrupted_run_keeps_its_rows_and_earlier_results(
 
 
 @pytest.mark.slow
-def test_wrong_kernel_is_not_timed(msattn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_kernel_is_not_timed(
+    msattn: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     correct = block_sparse_attention.block_sparse_attention
 
     def wrong(*arguments: Tensor, softcap: None) -> tuple[Tensor, Tensor]:
@@ -219,7 +257,9 @@ def test_wrong_kernel_is_not_timed(msattn: Run, tmp_path: Path, monkeypatch: pyt
 def test_wrong_gradient_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     correct = block_sparse_attention.block_sparse_attention
 
-    def wrong(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: None) -> tuple[Tensor, Tensor]:
+    def wrong(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: None
+    ) -> tuple[Tensor, Tensor]:
         return correct(q, k, v * 1.001 - v.detach() * 0.001, mask)
 
     monkeypatch.setattr(block_sparse_attention, "block_sparse_attention", wrong)

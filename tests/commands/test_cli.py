@@ -18,7 +18,17 @@ from msattn.trainer.commands.jobs import Command
 from msattn.trainer.errors import UserError
 from tests.commands.conftest import Run
 
-COMMANDS = ("train-gate", "fit-kmeans", "train-qmodel", "finetune", "train-mta", "eval", "generate", "bench", "demo")
+COMMANDS = (
+    "train-gate",
+    "fit-kmeans",
+    "train-qmodel",
+    "finetune",
+    "train-mta",
+    "eval",
+    "generate",
+    "bench",
+    "demo",
+)
 COMMANDS += ("serve", "push", "configure", "import-gate", "doctor", "help")
 MSATTN = [sys.executable, "-c", "from msattn.cli import main; main()"]
 
@@ -43,14 +53,18 @@ def _children_cpu_seconds() -> float:
 
 def test_help_is_fast_and_imports_nothing_heavy() -> None:
     script = (
-        "import sys\nfrom msattn.cli import main\ntry: main(['--help'])\nexcept SystemExit as e: assert e.code == 0\n"
-        "heavy = {'torch', 'transformers', 'triton', 'hydra', 'omegaconf', 'wandb', 'faiss', 'numpy', 'matplotlib'}\n"
+        "import sys\nfrom msattn.cli import main\ntry: main(['--help'])\nexcept SystemExit as e: "
+        "assert e.code == 0\n"
+        "heavy = {'torch', 'transformers', 'triton', 'hydra', 'omegaconf', 'wandb', 'faiss', "
+        "'numpy', 'matplotlib'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     seconds = []
     for _ in range(5):  # the fastest of five, in processor time: other processes share this machine
         start = _children_cpu_seconds()
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=False
+        )
         seconds.append(_children_cpu_seconds() - start)
         assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in COMMANDS)
@@ -89,14 +103,22 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn: Run, here: Path, job: list) ->
         ("eval select=null", "a group takes one of its options, as in select=topk"),
         ("-m train-gate", "No such option: -m"),
         ("train-gate -m train.steps=1,many", "job 1: train.steps='many': expected an integer"),
-        ("fit-kmeans -m kmeans.num_buckets=glob(*)", "--multirun: kmeans.num_buckets=glob(*): no value"),
+        (
+            "fit-kmeans -m kmeans.num_buckets=glob(*)",
+            "--multirun: kmeans.num_buckets=glob(*): no value",
+        ),
         ("generate", "give one of --prompt and --prompt-file"),
         ("generate --chat -m seed=1,2", "--chat: only one chat runs at a time"),
-        ("generate --prompt-file missing.txt", "--prompt-file missing.txt: No such file or directory"),
+        (
+            "generate --prompt-file missing.txt",
+            "--prompt-file missing.txt: No such file or directory",
+        ),
         ("demo modle=tiny", "unknown key modle"),
     ],
 )
-def test_user_errors_are_one_line_and_exit_code_2(msattn: Run, here: Path, job: list, arguments: str, says: str) -> None:
+def test_user_errors_are_one_line_and_exit_code_2(
+    msattn: Run, here: Path, job: list, arguments: str, says: str
+) -> None:
     code, _, err = msattn(*arguments.split(" "))
     assert code == 2
     assert err.startswith("msattn: ")
@@ -115,7 +137,11 @@ def test_a_run_writes_its_configuration(msattn: Run, here: Path, job: list) -> N
     (run,) = (here / "out/tiny/mine/runs").iterdir()
     assert run.name.startswith("train-gate-")
     assert yaml.safe_load((run / ".hydra/config.yaml").read_text())["train"]["steps"] == 3
-    assert yaml.safe_load((run / ".hydra/overrides.yaml").read_text()) == ["train.steps=3", "outputs=out", "name=mine"]
+    assert yaml.safe_load((run / ".hydra/overrides.yaml").read_text()) == [
+        "train.steps=3",
+        "outputs=out",
+        "name=mine",
+    ]
 
 
 def test_config_dir_adds_options(msattn: Run, here: Path, job: list) -> None:
@@ -139,30 +165,48 @@ def test_prompts_are_not_parsed_by_hydra(msattn: Run, here: Path, job: list) -> 
 def test_query_heads_read_buckets_of_their_own_where_it_is_asked(msattn: Run, here: Path) -> None:
     prompt, stats = "def add(first, second):\n    return first + second\n" * 40, {}
     for independent in (False, True):
-        cfg = compose.compose("generate", ["dense_below=0", "probes=1", "max_new_tokens=2", f"independent={independent}"])
+        cfg = compose.compose(
+            "generate",
+            ["dense_below=0", "probes=1", "max_new_tokens=2", f"independent={independent}"],
+        )
         stats[independent] = generate(cfg, prompt)["sparse"].stats["selectivity"]
-    assert stats[False] != stats[True], "the heads of a group choose different buckets, of different sizes"
+    assert stats[False] != stats[True], (
+        "the heads of a group choose different buckets, of different sizes"
+    )
     assert all(0 < share < 1 for share in stats.values())
     code, _, err = msattn("serve", "independent=true")
     assert (code, err) == (2, "msattn: unknown key independent\n")
 
 
-def test_errors_of_the_job_are_one_line(msattn: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_job_are_one_line(
+    msattn: Run, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = MagicMock()
     monkeypatch.setattr(Command, "run", job)
     job.side_effect = UserError("data.path=x: no such\nfile")
     assert msattn("train-gate") == (2, "", "msattn: data.path=x: no such file\n")
     job.side_effect = KeyboardInterrupt("saved in out; resume=true continues")
-    assert msattn("train-gate") == (130, "", "msattn: interrupted: saved in out; resume=true continues\n")
-    job.side_effect = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has")
-    memory = "the GPU has too little memory (CUDA out of memory); reduce mta.blocks or train.batch_size"
+    assert msattn("train-gate") == (
+        130,
+        "",
+        "msattn: interrupted: saved in out; resume=true continues\n",
+    )
+    job.side_effect = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"
+    )
+    memory = (
+        "the GPU has too little memory (CUDA out of memory); reduce mta.blocks or train.batch_size"
+    )
     assert msattn("train-mta") == (2, "", f"msattn: device=cuda: {memory}\n")
     job.side_effect = RuntimeError("broken")
-    with pytest.raises(RuntimeError, match="broken"):  # the interpreter prints the traceback and exits with 1
+    # the interpreter prints the traceback and exits with 1
+    with pytest.raises(RuntimeError, match="broken"):
         cli.main(["train-gate"])
 
 
-def test_other_ranks_write_no_run_folder(msattn: Run, here: Path, job: list, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_write_no_run_folder(
+    msattn: Run, here: Path, job: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "1")
     assert msattn("train-gate")[0] == 0
     assert len(job) == 1
@@ -180,17 +224,27 @@ def test_other_ranks_write_no_run_folder(msattn: Run, here: Path, job: list, mon
     ],
 )
 def test_completion(words: str, number: int, expected: str) -> None:
-    env = {**os.environ, "_MSATTN_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(number)}
+    env = {
+        **os.environ,
+        "_MSATTN_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(number),
+    }
     done = subprocess.run(MSATTN, env=env, capture_output=True, text=True, check=False)
     assert expected in done.stdout.split(), done.stderr
 
 
 def test_the_package_runs_as_a_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "msattn", "--version"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "msattn", "--version"], capture_output=True, text=True, check=True
+    )
     assert done.stdout.startswith("msattn ")
 
 
 def test_doctor_takes_a_model_as_other_commands_do(msattn: Run) -> None:
     code, out, _ = msattn("doctor", "--model", "tiny")
     assert (code, out) == (0, msattn("doctor", "tiny")[1])
-    assert msattn("doctor", "tiny", "--model", "smollm2")[::2] == (2, "msattn: --model smollm2 and tiny: give one of the two\n")
+    assert msattn("doctor", "tiny", "--model", "smollm2")[::2] == (
+        2,
+        "msattn: --model smollm2 and tiny: give one of the two\n",
+    )

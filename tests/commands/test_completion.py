@@ -1,4 +1,6 @@
-"""Completion of groups, keys and values; tests/commands/test_cli.py runs it through a shell's interface."""
+"""Completion of groups, keys and values; tests/commands/test_cli.py runs it through a shell's
+interface.
+"""
 
 from pathlib import Path
 
@@ -35,7 +37,9 @@ def test_values_and_names(command: str, incomplete: str, expected: list[str]) ->
 def test_words_before_decide_which_keys_there_are() -> None:
     assert complete("eval", ["select=nucleus"], "select.ma") == ["select.mass="]
     assert complete("eval", [], "select.ma") == []
-    assert complete("eval", ["selct=nucleus"], "select.sp") == ["select.sparsity="], "a mistake before is ignored"
+    assert complete("eval", ["selct=nucleus"], "select.sp") == ["select.sparsity="], (
+        "a mistake before is ignored"
+    )
 
 
 def test_the_only_section_is_opened() -> None:

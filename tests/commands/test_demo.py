@@ -44,21 +44,37 @@ def test_demo(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "<svg" in (folder / "eval/report.html").read_text(encoding="utf-8")
     rows = json.loads((folder / "eval/results.json").read_text())["rows"]
     assert {row["task"] for row in rows} == {"perplexity", "recall", "needle"}
-    assert {"dense", "gate_question", "gate", "quest", "vertical_slash", "mean_pool"} <= {row["method"] for row in rows}
+    assert {"dense", "gate_question", "gate", "quest", "vertical_slash", "mean_pool"} <= {
+        row["method"] for row in rows
+    }
     assert "One of the needle prompts" in out
     answers = out.partition("One of the needle prompts")[2].splitlines()
     assert {"dense", "gate_question", "quest"} <= {line.partition(" ")[0] for line in answers}
-    assert not any(line.startswith("gate ") for line in answers), "another way to use the gate is no method of its own"
+    assert not any(line.startswith("gate ") for line in answers), (
+        "another way to use the gate is no method of its own"
+    )
     assert "The hidden token for" in out
     made = (folder / "kmeans/manifest.json").read_bytes()
 
-    assert exit_code("generate", "name=demo", *SMALL, "--prompt", "def main():\n    return 1\n" * 40, "max_new_tokens=4") == 0
+    assert (
+        exit_code(
+            "generate",
+            "name=demo",
+            *SMALL,
+            "--prompt",
+            "def main():\n    return 1\n" * 40,
+            "max_new_tokens=4",
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "tokens are equal" in out
     assert "selectivity" in out
 
     fit_again = ("fit-kmeans", "experiment=demo", *SMALL, "data.seq_len=256")
-    assert exit_code(*fit_again) == 0, "the commands of a second demo replace the artifacts of the first"
+    assert exit_code(*fit_again) == 0, (
+        "the commands of a second demo replace the artifacts of the first"
+    )
     assert (folder / "kmeans/manifest.json").read_bytes() != made
 
 
@@ -80,26 +96,40 @@ def launched(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str
     return steps
 
 
-def test_a_demo_says_what_it_will_do_and_continues_after_an_interruption(launched: list[Any], msattn: Run) -> None:
+def test_a_demo_says_what_it_will_do_and_continues_after_an_interruption(
+    launched: list[Any], msattn: Run
+) -> None:
     steps = "steps=train-gate,train-qmodel,fit-kmeans"
     code, out, err = msattn("demo", steps)
     whole = sum(demo.PASSES[name] for name in ("train-gate", "fit-kmeans", "train-qmodel")) // 2
-    assert out.startswith(f"msattn demo: 3 steps on tiny, about {whole // 60}:{whole % 60:02} on this machine\n")
+    assert out.startswith(
+        f"msattn demo: 3 steps on tiny, about {whole // 60}:{whole % 60:02} on this machine\n"
+    )
     assert [line.split()[0] for line in out.splitlines()[1:] if " about " in line] == [
         "train-gate",
         "fit-kmeans",
         "train-qmodel",
     ]
     assert code == 130
-    assert err == "msattn: interrupted: stopped; the same command with resume=true continues the demo\n"
+    assert (
+        err
+        == "msattn: interrupted: stopped; the same command with resume=true continues the demo\n"
+    )
     code, out, err = msattn("demo", steps, "resume=true")
     assert (code, err) == (0, "")
     assert out.startswith("msattn demo: 2 steps on tiny, about ")
-    assert [name for name, _ in launched] == ["train-gate", "fit-kmeans", "fit-kmeans", "train-qmodel"]
+    assert [name for name, _ in launched] == [
+        "train-gate",
+        "fit-kmeans",
+        "fit-kmeans",
+        "train-qmodel",
+    ]
     assert launched[2:] == [("fit-kmeans", "resume=true"), ("train-qmodel", "experiment=demo")]
     assert msattn("demo", steps, "resume=true", "seed=1")[0] == 2
     assert msattn("demo", steps)[0] == 0
-    assert [name for name, _ in launched[4:]] == ["train-gate", "fit-kmeans", "train-qmodel"], "without resume=true, all again"
+    assert [name for name, _ in launched[4:]] == ["train-gate", "fit-kmeans", "train-qmodel"], (
+        "without resume=true, all again"
+    )
 
 
 def test_steps_of_a_demo_can_be_left_out(launched: list[Any], msattn: Run) -> None:
@@ -108,7 +138,8 @@ def test_steps_of_a_demo_can_be_left_out(launched: list[Any], msattn: Run) -> No
     for steps, message in {
         "train": "steps=train: expected train-gate, fit-kmeans, train-qmodel, eval",
         "[]": "steps=[]: expected one or more of train-gate",
-        "[train-qmodel]": "steps=train-qmodel: train-qmodel needs fit-kmeans, as outputs/tiny/demo has no k-means",
+        "[train-qmodel]": "steps=train-qmodel: train-qmodel needs fit-kmeans, as "
+        "outputs/tiny/demo has no k-means",
     }.items():
         code, _, err = msattn("demo", f"steps={steps}")
         assert (code, message in err) == (2, True), err

@@ -1,4 +1,6 @@
-"""``msattn doctor``: figures of a model from its configuration alone, artifacts of the same shape, refusals; the W&B key."""
+"""``msattn doctor``: figures of a model from its configuration alone, artifacts of the same shape,
+refusals; the W&B key.
+"""
 
 import importlib.metadata
 import json
@@ -43,7 +45,9 @@ def test_a_folder_without_weights(here: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["mine", "llama3"])
-def test_the_next_commands_run_with_a_file(here: Path, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+def test_the_next_commands_run_with_a_file(
+    here: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
     """All but the jobs themselves, which would load the model."""
     ran = []
     monkeypatch.setattr(Command, "run", lambda command, cfg, arguments: ran.append(type(cfg)))
@@ -52,11 +56,20 @@ def test_the_next_commands_run_with_a_file(here: Path, monkeypatch: pytest.Monke
     (here / "text.txt").write_text("def main(): ...")
     for line in dict(doctor_model(model))["next"].replace("FILE", "text.txt").splitlines():
         assert exit_code(*shlex.split(line)[1:]) == 0, line
-    assert ran == [COMMANDS[name].schema for name in ("generate", "train-gate", "fit-kmeans", "train-qmodel", "eval")]
+    assert ran == [
+        COMMANDS[name].schema
+        for name in ("generate", "train-gate", "fit-kmeans", "train-qmodel", "eval")
+    ]
 
 
 def test_mixed_models_list_their_layers(here: Path) -> None:
-    kinds = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    kinds = [
+        "sliding_attention",
+        "full_attention",
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention",
+    ]
     write_config(here / "mine", "olmo3", num_hidden_layers=5, layer_types=kinds, sliding_window=24)
     rows = dict(doctor_model("mine"))
     assert rows["sparse"].startswith("layers 1, 4 of 5: prompts with gates")
@@ -64,7 +77,10 @@ def test_mixed_models_list_their_layers(here: Path) -> None:
         "layers 0, 2 to 3, each because it attends through a sliding window of 24 tokens",
         "all passes below the break-even lengths",
     ]
-    assert rows["KV cache"] == "0.25 KiB per token, 0.0625 MiB when full (16 bits), for the layers that can be sparse"
+    assert (
+        rows["KV cache"]
+        == "0.25 KiB per token, 0.0625 MiB when full (16 bits), for the layers that can be sparse"
+    )
 
 
 def test_artifacts_are_found_by_the_configuration(here: Path) -> None:
@@ -81,7 +97,9 @@ def test_artifacts_are_found_by_the_configuration(here: Path) -> None:
     shutil.rmtree("outputs/copy")
     rows = dict(doctor_model("copy"))
     assert rows["artifacts"].startswith("gate: outputs/other/base/gate, made for ")
-    assert "msattn train-gate --model copy --data FILE" in rows["next"], "no command finds those of another model"
+    assert "msattn train-gate --model copy --data FILE" in rows["next"], (
+        "no command finds those of another model"
+    )
     assert "gate: shipped with msattn" in dict(doctor_model("tiny"))["artifacts"]
     write_config(here / "mine")
     assert dict(doctor_model("mine"))["artifacts"].count("gate:") == 0
@@ -103,7 +121,9 @@ def test_folders_without_a_model_are_refused(here: Path, msattn: Run) -> None:
         assert err.strip().splitlines()[-1].startswith("msattn: ")
 
 
-def test_an_unpacked_tree_needs_no_installation(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unpacked_tree_needs_no_installation(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither msattn nor W&B is installed as a package."""
     found = importlib.metadata.Distribution.from_name
 
@@ -119,7 +139,9 @@ def test_an_unpacked_tree_needs_no_installation(here: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("method", ["is_file", "read_text"])
-def test_a_netrc_that_cannot_be_read_has_no_key(here: Path, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_a_netrc_that_cannot_be_read_has_no_key(
+    here: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
     """Its folder may be closed to the user, or the file itself."""
     (here / "netrc").write_text("machine api.wandb.ai password secret")
     monkeypatch.setenv("NETRC", str(here / "netrc"))

@@ -1,4 +1,6 @@
-"""--help and msattn help: order, explanations and choices from the schema, width, topics and their nearest names."""
+"""--help and msattn help: order, explanations and choices from the schema, width, topics and their
+nearest names.
+"""
 
 import re
 from pathlib import Path
@@ -32,7 +34,13 @@ def test_help_of_a_command(msattn: Run, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = msattn("train-gate", "--help")
     assert code == 0
-    order = ["Usage: msattn train-gate", "Options:", "--multirun", "Main keys, with defaults for model=tiny:", "model=tiny"]
+    order = [
+        "Usage: msattn train-gate",
+        "Options:",
+        "--multirun",
+        "Main keys, with defaults for model=tiny:",
+        "model=tiny",
+    ]
     order += ["gate.loss=kl", "data=OPTION, by default by_model:", "Other keys", "gate.skip_rows=0"]
     places = [out.index(part) for part in order]
     assert places == sorted(places)
@@ -48,7 +56,9 @@ def test_help_leaves_out_what_a_command_does_not_use(msattn: Run) -> None:
     for command in ("generate", "serve"):
         out = msattn(command, "--help")[1]
         assert "select=OPTION" in out
-        assert not re.search(r"^ {0,2}(data|experiment|overwrite|resume)[.=]", out, flags=re.MULTILINE)
+        assert not re.search(
+            r"^ {0,2}(data|experiment|overwrite|resume)[.=]", out, flags=re.MULTILINE
+        )
         assert not [topic for topic in topics if f"msattn {command} --help" in topic]
 
 
@@ -56,16 +66,27 @@ def test_help_leaves_out_what_a_command_does_not_use(msattn: Run) -> None:
 def test_a_command_lists_the_selections_that_it_can_use(msattn: Run) -> None:
     """Each of the others is refused, and the page of the group says by which commands."""
     options = {
-        command: keys_of(command).groups["select"].options.keys() for command in ("eval", "generate", "serve", "finetune")
+        command: keys_of(command).groups["select"].options.keys()
+        for command in ("eval", "generate", "serve", "finetune")
     }
     assert options["eval"] - options["generate"] == {"a_shape"}
     assert options["generate"] - options["serve"] == {"multiscale"}
     assert options["finetune"] == {"topk", "multiscale"}
-    for command, refused in (("generate", "scores=a_shape"), ("serve", "policy=multiscale"), ("finetune", "scores=quest")):
+    for command, refused in (
+        ("generate", "scores=a_shape"),
+        ("serve", "policy=multiscale"),
+        ("finetune", "scores=quest"),
+    ):
         with pytest.raises(UserError, match=f"^select.{refused}: "):
             compose(command, [f"select={refused.partition('=')[2]}", "artifacts.gate=embedded"])
-    for command, scores in (("generate", "gate_question"), ("finetune", "gate"), ("eval", "gate_question")):
-        assert {compose(command, [f"select={each}"]).select.scores for each in ("topk", "multiscale")} == {scores}
+    for command, scores in (
+        ("generate", "gate_question"),
+        ("finetune", "gate"),
+        ("eval", "gate_question"),
+    ):
+        assert {
+            compose(command, [f"select={each}"]).select.scores for each in ("topk", "multiscale")
+        } == {scores}
     shown = " ".join(msattn("help", "select")[1].split())
     assert "by default calibrated in msattn eval" in shown
     assert "MoA). Not in generate, serve, finetune." in shown
@@ -84,7 +105,9 @@ def test_a_command_is_explained_as_by_its_help(msattn: Run) -> None:
     assert msattn("help", "doctor") == msattn("doctor", "--help")
 
 
-@pytest.mark.parametrize(("topic", "near"), [("gte.heads", "gate.heads"), ("trian-gate", "train-gate")])
+@pytest.mark.parametrize(
+    ("topic", "near"), [("gte.heads", "gate.heads"), ("trian-gate", "train-gate")]
+)
 def test_unknown_topics_name_the_nearest(msattn: Run, topic: str, near: str) -> None:
     assert msattn("help", topic) == (
         2,

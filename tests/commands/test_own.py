@@ -15,7 +15,9 @@ from tests.commands.conftest import Run
 from tests.factory import embedded_tokenizer, tiny_model
 from tests.running import succeed
 
-OWN = ModelPresets(gate_loss="kl", gate_q_pool=["avg", "max", "min"], gate_k_pool=["avg", "max", "min"])
+OWN = ModelPresets(
+    gate_loss="kl", gate_q_pool=["avg", "max", "min"], gate_k_pool=["avg", "max", "min"]
+)
 
 
 def folder(tmp_path: Path, **config: Any) -> Path:
@@ -25,18 +27,27 @@ def folder(tmp_path: Path, **config: Any) -> Path:
     return path
 
 
-def test_a_folder_is_a_model_with_sizes_that_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_a_model_with_sizes_that_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = folder(tmp_path, max_position_embeddings=4096)
     cfg = compose("eval", own_overrides(str(path), None))
     assert (cfg.model.name, cfg.model.path) == ("my-model-v2-", str(path))
     assert cfg.data.seq_len == cfg.eval.perplexity.length == 4096
     presets = cfg.model.presets
-    assert (presets.num_buckets, presets.probes, presets.recent, cfg.eval.needle.probes) == (64, 2, 256, [0, 1, 2, 4])
+    assert (presets.num_buckets, presets.probes, presets.recent, cfg.eval.needle.probes) == (
+        64,
+        2,
+        256,
+        [0, 1, 2, 4],
+    )
     assert cfg.eval.latency.lengths == [1024, 2048, 4096]
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "4096 positions, so model.presets has seq_len=4096, num_buckets=64" in err
-    assert compose("eval", [*own_overrides(str(path), None), "data.seq_len=512"]).data.seq_len == 512
+    assert (
+        compose("eval", [*own_overrides(str(path), None), "data.seq_len=512"]).data.seq_len == 512
+    )
 
 
 def test_folders_called_model_have_the_name_of_their_parent_too(tmp_path: Path) -> None:
@@ -44,7 +55,9 @@ def test_folders_called_model_have_the_name_of_their_parent_too(tmp_path: Path) 
     for parent in ("a", "B"):
         (tmp_path / parent / "model").mkdir(parents=True)
         (tmp_path / parent / "model" / "config.json").write_text('{"model_type": "qwen3"}')
-        names.append(compose("eval", own_overrides(str(tmp_path / parent / "model"), None)).model.name)
+        names.append(
+            compose("eval", own_overrides(str(tmp_path / parent / "model"), None)).model.name
+        )
     assert names == ["a-model", "b-model"]
 
 
@@ -57,7 +70,8 @@ def test_training_on_a_cpu_is_shorter(tmp_path: Path, capsys: pytest.CaptureFixt
     cfg = compose("train-gate", overrides("train-gate", "device=cpu"))
     assert (cfg.train.steps, cfg.train.batch_size) == (100, 2)
     assert capsys.readouterr().err == (
-        "msattn: on a CPU, so model.presets has gate_steps=100 instead of 500, gate_batch=2 instead of 16\n"
+        "msattn: on a CPU, so model.presets has gate_steps=100 instead of 500, gate_batch=2 "
+        "instead of 16\n"
     )
     cfg = compose("train-gate", overrides("train-gate", "device=cpu", "train.steps=7"))
     assert (cfg.train.steps, cfg.train.batch_size) == (7, 2)
@@ -72,29 +86,53 @@ def test_training_on_a_cpu_is_shorter(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("way", ["--model", "model="])
-def test_named_models_have_smaller_presets_on_a_cpu(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_named_models_have_smaller_presets_on_a_cpu(
+    way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     def overrides(command: str, model: str, *given: str) -> list[str]:
-        given = (*given, "device=cpu") if way == "--model" else (f"model={model}", *given, "device=cpu")
+        given = (
+            (*given, "device=cpu") if way == "--model" else (f"model={model}", *given, "device=cpu")
+        )
         return [*own_overrides(model if way == "--model" else None, None, given, command), *given]
 
     cfg = compose("train-qmodel", overrides("train-qmodel", "smollm2"))
-    assert (cfg.qmodel.num_prompts, cfg.train.steps, cfg.train.lr, cfg.qmodel.hidden) == (24, 1500, 1e-3, 512)
+    assert (cfg.qmodel.num_prompts, cfg.train.steps, cfg.train.lr, cfg.qmodel.hidden) == (
+        24,
+        1500,
+        1e-3,
+        512,
+    )
     reduced = "qmodel_prompts=24 instead of 96, qmodel_steps=1500 instead of 8000"
     assert capsys.readouterr().err == f"msattn: on a CPU, so model.presets has {reduced}\n"
-    cfg = compose("fit-kmeans", overrides("fit-kmeans", "smollm2", "model.presets.kmeans_prompts=9"))
+    cfg = compose(
+        "fit-kmeans", overrides("fit-kmeans", "smollm2", "model.presets.kmeans_prompts=9")
+    )
     assert (cfg.kmeans.num_prompts, cfg.kmeans.points_per_bucket) == (9, 256)
-    assert capsys.readouterr().err == "msattn: on a CPU, so model.presets has points_per_bucket=256 instead of all\n"
-    for model, *given in ["tiny"], ["llama3", "experiment=seer_llama31"], ["smollm2", "train.steps=9", "train.batch_size=1"]:
+    assert (
+        capsys.readouterr().err
+        == "msattn: on a CPU, so model.presets has points_per_bucket=256 instead of all\n"
+    )
+    for model, *given in (
+        ["tiny"],
+        ["llama3", "experiment=seer_llama31"],
+        ["smollm2", "train.steps=9", "train.batch_size=1"],
+    ):
         cfg = compose("train-gate", overrides("train-gate", model, *given))
         assert cfg.model.presets == compose("train-gate", [f"model={model}", *given]).model.presets
         assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("config", [{"max_position_embeddings": 131072}, {}])
-def test_long_models_keep_the_defaults(tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_models_keep_the_defaults(
+    tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
     cfg = compose("train-gate", own_overrides(str(folder(tmp_path, **config)), None))
     assert cfg.model.presets == OWN
-    assert (cfg.gate.loss, cfg.gate.q_pool, cfg.gate.k_pool) == ("kl", OWN.gate_q_pool, OWN.gate_k_pool)
+    assert (cfg.gate.loss, cfg.gate.q_pool, cfg.gate.k_pool) == (
+        "kl",
+        OWN.gate_q_pool,
+        OWN.gate_k_pool,
+    )
     assert capsys.readouterr().err == ""
 
 
@@ -123,7 +161,12 @@ def test_data_is_a_file_a_folder_or_a_glob(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "data", "message"),
     [
-        ("./none", None, "--model ./none: no such folder or file; expected a folder, a GGUF file, a Hub id, or one of gemma"),
+        (
+            "./none",
+            None,
+            "--model ./none: no such folder or file; expected a folder, a GGUF file, a Hub id, or "
+            "one of gemma",
+        ),
         (".", None, "--model .: the folder has no config.json"),
         ("file", None, "--model file: this is a file; expected the folder of a model"),
         ("tiny", None, "--model tiny and model=llama3: give one of the two"),
@@ -141,10 +184,34 @@ def test_mistakes_are_named(model: str | None, data: str | None, message: str, h
 def test_a_gate_of_ones_own_model_and_text(here: Path, msattn: Run) -> None:
     tiny_model("qwen3", vocab_size=4096).save_pretrained("q3")
     embedded_tokenizer().save_pretrained("q3")
-    Path("notes.md").write_text("\n".join(f"Note {i}: the answer to {i} is {i * i}." for i in range(2000)))
-    words = ["--model", "q3", "--data", "notes.md", "gate.block_size=16", "train.steps=2", "train.batch_size=1", "tracker=none"]
+    Path("notes.md").write_text(
+        "\n".join(f"Note {i}: the answer to {i} is {i * i}." for i in range(2000))
+    )
+    words = [
+        "--model",
+        "q3",
+        "--data",
+        "notes.md",
+        "gate.block_size=16",
+        "train.steps=2",
+        "train.batch_size=1",
+        "tracker=none",
+    ]
     succeed("train-gate", *words, "device=cpu")
     assert (here / "outputs/q3/base/gate/manifest.json").is_file()
-    succeed("generate", "--model", "q3", "--prompt", "Note 7: the answer", "max_new_tokens=3", "device=cpu")
-    code, _, err = msattn("generate", "--model", "q3", "name=none", "--prompt", "Note", "device=cpu")
-    assert (code, "msattn train-gate --model q3 name=none, or add select=quest" in err) == (2, True), err
+    succeed(
+        "generate",
+        "--model",
+        "q3",
+        "--prompt",
+        "Note 7: the answer",
+        "max_new_tokens=3",
+        "device=cpu",
+    )
+    code, _, err = msattn(
+        "generate", "--model", "q3", "name=none", "--prompt", "Note", "device=cpu"
+    )
+    assert (code, "msattn train-gate --model q3 name=none, or add select=quest" in err) == (
+        2,
+        True,
+    ), err

@@ -1,4 +1,6 @@
-"""Pushes to a stand-in of the Hub and back: same content, one commit, refusals of one line, and no token anywhere."""
+"""Pushes to a stand-in of the Hub and back: same content, one commit, refusals of one line, and no
+token anywhere.
+"""
 
 import json
 import os
@@ -31,7 +33,9 @@ KINDS: dict[str, Any] = {"gate": Gate, "kmeans": KMeans, "qmodel": QModel}
 
 @pytest.fixture
 def push(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Runs ``msattn push``; returns its exit code and what it printed, in which there never is a token."""
+    """Runs ``msattn push``; returns its exit code and what it printed, in which there never is a
+    token.
+    """
 
     def run(*arguments: object) -> tuple[int, str]:
         capfd.readouterr()
@@ -64,8 +68,13 @@ def test_a_round_trip_keeps_the_content(hub: Hub, kind: str) -> None:
     assert url.endswith(hub.repositories[NAME].commits[-1][0])
     assert hub.repositories[NAME].private
     assert found.artifact.manifest == read(SHIPPED / kind).manifest
-    assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), found.state_dict().values(), strict=True))
-    assert [call for call in hub.calls if call.startswith("PUT")], "weights are uploaded as LFS files"
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(module.state_dict().values(), found.state_dict().values(), strict=True)
+    )
+    assert [call for call in hub.calls if call.startswith("PUT")], (
+        "weights are uploaded as LFS files"
+    )
 
 
 @pytest.mark.slow
@@ -97,8 +106,18 @@ def test_an_earlier_revision_is_loaded(hub: Hub, run_folder: Path, push) -> None
 
 
 @pytest.mark.slow
-def test_a_commit_replaces_other_artifacts_and_keeps_other_files(hub: Hub, push, run_folder: Path) -> None:
-    hub.create(NAME, **{"notes.txt": b"mine", "README.md": b"old", "manifest.json": b"{}", "kmeans/manifest.json": b"{}"})
+def test_a_commit_replaces_other_artifacts_and_keeps_other_files(
+    hub: Hub, push, run_folder: Path
+) -> None:
+    hub.create(
+        NAME,
+        **{
+            "notes.txt": b"mine",
+            "README.md": b"old",
+            "manifest.json": b"{}",
+            "kmeans/manifest.json": b"{}",
+        },
+    )
     shutil.rmtree(run_folder / "kmeans")
     assert push(run_folder, NAME)[0] == 0
     files = hub.files(NAME)
@@ -111,9 +130,15 @@ def test_a_commit_replaces_other_artifacts_and_keeps_other_files(hub: Hub, push,
 
 
 @pytest.mark.parametrize("artifact", ["", "qmodel"])
-def test_a_model_keeps_its_files_and_names_what_serves_it(hub: Hub, push, run_folder: Path, artifact: str) -> None:
+def test_a_model_keeps_its_files_and_names_what_serves_it(
+    hub: Hub, push, run_folder: Path, artifact: str
+) -> None:
     config = {"model_type": "llama", "sparse_attention_config": {"producer": {"name": "other"}}}
-    own = {"config.json": json.dumps(config).encode(), "model.safetensors": b"weights", "README.md": b"mine"}
+    own = {
+        "config.json": json.dumps(config).encode(),
+        "model.safetensors": b"weights",
+        "README.md": b"mine",
+    }
     hub.create(NAME, **own)
     assert push(run_folder / artifact, NAME)[0] == 0
     files = hub.files(NAME)
@@ -131,17 +156,31 @@ def test_a_model_keeps_its_files_and_names_what_serves_it(hub: Hub, push, run_fo
 
 def results(run: Path, **hashes: str) -> None:
     """Writes the results of an evaluation of artifacts with these hashes."""
-    row = {"task": "recall", "setting": "sparsity 0.9", "score_name": "mass | read", "extra": {"length": 4096}}
-    rows = [row | {"method": method, "score": 0.75, "sparsity": 0.9} for method in ("dense", "gate", "quest", "classifier")]
+    row = {
+        "task": "recall",
+        "setting": "sparsity 0.9",
+        "score_name": "mass | read",
+        "extra": {"length": 4096},
+    }
+    rows = [
+        row | {"method": method, "score": 0.75, "sparsity": 0.9}
+        for method in ("dense", "gate", "quest", "classifier")
+    ]
     artifacts = {kind: {"kind": kind, "content_hash": value} for kind, value in hashes.items()}
     (run / "eval").mkdir(exist_ok=True)
-    (run / "eval" / "results.json").write_text(json.dumps({"title": "x", "artifacts": artifacts, "rows": rows}))
+    (run / "eval" / "results.json").write_text(
+        json.dumps({"title": "x", "artifacts": artifacts, "rows": rows})
+    )
 
 
 @pytest.mark.slow
-def test_cards_have_front_matter_and_the_figures_of_exactly_these_artifacts(hub: Hub, push, run_folder: Path) -> None:
+def test_cards_have_front_matter_and_the_figures_of_exactly_these_artifacts(
+    hub: Hub, push, run_folder: Path
+) -> None:
     card = run_folder / "gate" / "README.md"
-    card.write_text(card.read_text().replace("---\n", "---\nlicense: mit\nbase_model: someone/model\n", 1))
+    card.write_text(
+        card.read_text().replace("---\n", "---\nlicense: mit\nbase_model: someone/model\n", 1)
+    )
     hash_of = {kind: read(run_folder / kind).manifest["content_hash"] for kind in KINDS}
     results(run_folder, gate=hash_of["gate"], qmodel=hash_of["qmodel"])
     assert push(run_folder, NAME)[0] == 0
@@ -161,16 +200,24 @@ def test_cards_have_front_matter_and_the_figures_of_exactly_these_artifacts(hub:
 
     results(run_folder, gate=hash_of["gate"], qmodel="0" * 64)
     assert push(run_folder, NAME)[0] == 0
-    assert "Evaluated" not in hub.files(NAME)["README.md"].decode(), "one of the classifiers is another"
+    assert "Evaluated" not in hub.files(NAME)["README.md"].decode(), (
+        "one of the classifiers is another"
+    )
     assert "Evaluated" in hub.files(NAME)["gate/README.md"].decode()
     assert "Evaluated" not in hub.files(NAME)["qmodel/README.md"].decode()
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("{", "not valid JSON"), ('{"rows": []}', "has no key artifacts"), ('{"artifacts": {}, "rows": [{}]}', "no key rows.0")],
+    [
+        ("{", "not valid JSON"),
+        ('{"rows": []}', "has no key artifacts"),
+        ('{"artifacts": {}, "rows": [{}]}', "no key rows.0"),
+    ],
 )
-def test_damaged_results_are_named(hub: Hub, push, run_folder: Path, content: str, message: str) -> None:
+def test_damaged_results_are_named(
+    hub: Hub, push, run_folder: Path, content: str, message: str
+) -> None:
     results(run_folder)
     (run_folder / "eval" / "results.json").write_text(content)
     code, out = push(run_folder, NAME)
@@ -190,7 +237,10 @@ def test_names_folders_and_tokens_are_refused_before_any_request(
         code, out = push(run_folder, name)
         assert code == 2, name
         assert "expected owner/name" in out
-    for folder, message in ((tmp_path / "nowhere", "no such folder"), (tmp_path, "manifest.json is missing")):
+    for folder, message in (
+        (tmp_path / "nowhere", "no such folder"),
+        (tmp_path, "manifest.json is missing"),
+    ):
         code, out = push(folder, NAME)
         assert (code, message in out) == (2, True), out
     (run_folder / "gate" / "model.safetensors").write_bytes(b"damaged")
@@ -204,7 +254,9 @@ def test_names_folders_and_tokens_are_refused_before_any_request(
     assert not hub.calls
 
 
-def test_a_card_that_links_elsewhere_is_not_published(hub: Hub, push, run_folder: Path, tmp_path: Path) -> None:
+def test_a_card_that_links_elsewhere_is_not_published(
+    hub: Hub, push, run_folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "secret").write_text("secret")
     (run_folder / "gate" / "README.md").unlink()
     (run_folder / "gate" / "README.md").symlink_to(tmp_path / "secret")
@@ -224,7 +276,9 @@ def test_a_card_that_links_elsewhere_is_not_published(hub: Hub, push, run_folder
         ("/commit/", CUT, "cannot be reached"),
     ],
 )
-def test_an_interrupted_push_changes_nothing(hub: Hub, push, run_folder: Path, fault: str, status: int, message: str) -> None:
+def test_an_interrupted_push_changes_nothing(
+    hub: Hub, push, run_folder: Path, fault: str, status: int, message: str
+) -> None:
     """The stand-in repeats the token in its answers, which no message does."""
     before = hub.create(NAME, **{"notes.txt": b"mine"}).commits.copy()
     hub.faults[fault] = status
@@ -267,15 +321,34 @@ def test_modules_that_are_no_artifact_are_not_pushed(hub: Hub) -> None:
 
 
 @pytest.mark.slow
-def test_the_token_of_the_environment_is_in_no_output_process_or_file(hub: Hub, run_folder: Path, tmp_path: Path) -> None:
-    """In a process of its own, with the most talkative settings of huggingface_hub, for a push and for a failed one."""
-    environment = os.environ | {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path)}
+def test_the_token_of_the_environment_is_in_no_output_process_or_file(
+    hub: Hub, run_folder: Path, tmp_path: Path
+) -> None:
+    """In a process of its own, with the most talkative settings of huggingface_hub, for a push and
+    for a failed one.
+    """
+    environment = os.environ | {
+        "HF_ENDPOINT": hub.url,
+        "HF_TOKEN": TOKEN,
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HOME": str(tmp_path),
+    }
     environment |= {"HF_DEBUG": "1", "HF_HUB_VERBOSITY": "debug", "HF_HUB_OFFLINE": "0"}
-    command = [sys.executable, "-c", "from msattn.cli import main; main()", "push", str(run_folder), NAME]
+    command = [
+        sys.executable,
+        "-c",
+        "from msattn.cli import main; main()",
+        "push",
+        str(run_folder),
+        NAME,
+    ]
     for status, code in ((None, 0), (403, 2)):
         hub.faults = {} if status is None else {"/commit/": status}
-        (run_folder / "gate" / "README.md").write_text(f"---\ntags: [x]\n---\nfor {status}\n")  # something to commit
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
+        # something to commit
+        (run_folder / "gate" / "README.md").write_text(f"---\ntags: [x]\n---\nfor {status}\n")
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path
+        )
         assert done.returncode == code, done.stderr
         assert TOKEN not in done.stdout + done.stderr
         assert TOKEN.encode() not in written(tmp_path)

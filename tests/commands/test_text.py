@@ -12,7 +12,11 @@ from msattn.trainer.data import cache
 from tests.commands.conftest import Run
 from tests.running import SMALL, write_texts
 
-TRAINING = [name for name, command in COMMANDS.items() if command.trains and issubclass(command.schema, RunConfig)]
+TRAINING = [
+    name
+    for name, command in COMMANDS.items()
+    if command.trains and issubclass(command.schema, RunConfig)
+]
 SHORT = [*SMALL, "name=new", "train.batch_size=1"]
 DENSE = {"finetune": ["select.sparsity=0"]}
 Told = Callable[..., tuple[int, list[str]]]
@@ -35,13 +39,25 @@ def told(here: Path, msattn: Run) -> Told:
 @pytest.mark.parametrize("command", TRAINING)
 def test_a_large_model_has_no_default_text(command: str, told: Told) -> None:
     code, lines = told(command, "model=llama3", *DENSE.get(command, []))
-    ways = "--data FILE, data=text data.path=FILES, data=hub data.path=OWNER/NAME, or data=stdlib (Python's library)"
-    assert (code, lines[-1]) == (2, f"msattn: data=by_model: choose the text on which model=llama3 trains: {ways}")
+    ways = (
+        "--data FILE, data=text data.path=FILES, data=hub data.path=OWNER/NAME, or data=stdlib "
+        "(Python's library)"
+    )
+    assert (code, lines[-1]) == (
+        2,
+        f"msattn: data=by_model: choose the text on which model=llama3 trains: {ways}",
+    )
     assert list(Path().glob("outputs")) == []
 
 
 @pytest.mark.parametrize(
-    "choice", [["data=stdlib"], ["data=text", "data.path=a.txt"], ["data=hub", "data.path=a/b"], ["model.init=random"]]
+    "choice",
+    [
+        ["data=stdlib"],
+        ["data=text", "data.path=a.txt"],
+        ["data=hub", "data.path=a/b"],
+        ["model.init=random"],
+    ],
 )
 def test_a_choice_is_enough(choice: list[str]) -> None:
     compose("train-gate", ["model=llama3", *choice]).check_text()
@@ -77,21 +93,37 @@ def test_evaluation_refuses_a_haystack_of_training_text(task: str, told: Told) -
     assert lines[0].startswith(f"msattn: eval.{task}.haystack=overlap.txt: ")
     assert "compared passages of 200 characters are also in data.path=text.txt" in lines[0]
     # Held-out text that no task reads does not count.
-    code, lines = told("eval", *given[:-1], f"eval.{task}.haystack=text.txt", "data.heldout_path=overlap.txt")
+    code, lines = told(
+        "eval", *given[:-1], f"eval.{task}.haystack=text.txt", "data.heldout_path=overlap.txt"
+    )
     assert lines[0].startswith(f"msattn: eval.{task}.haystack=text.txt: ")
 
 
 def test_ignored_held_out_text_is_refused(told: Told) -> None:
     code, lines = told("train-gate", "data.heldout_path=heldout.txt")
-    assert (code, lines) == (2, ["msattn: data.heldout_path=heldout.txt: only data=text reads it; this is data=stdlib"])
+    assert (code, lines) == (
+        2,
+        ["msattn: data.heldout_path=heldout.txt: only data=text reads it; this is data=stdlib"],
+    )
 
 
 @pytest.mark.slow
-def test_more_than_three_passes_and_cached_tokens_are_told(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_three_passes_and_cached_tokens_are_told(
+    told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cache, "LEAST_SECONDS", 0.0)
-    few = [*SHORT, "data.heldout_path=heldout.txt", "data.num_chunks=2", "gate.target=mass", "gate.mean_weight=0"]
+    few = [
+        *SHORT,
+        "data.heldout_path=heldout.txt",
+        "data.num_chunks=2",
+        "gate.target=mass",
+        "gate.mean_weight=0",
+    ]
     code, lines = told("train-gate", *few, "train.steps=7")
-    warning = "msattn: warning: training reads the 2 chunks of the documents of data.path=text.txt 3.5 times; beyond 3 times, "
+    warning = (
+        "msattn: warning: training reads the 2 chunks of the documents of "
+        "data.path=text.txt 3.5 times; beyond 3 times, "
+    )
     assert code == 0
     assert sum(line.startswith(warning) for line in lines) == 1
     assert sum(" are kept in outputs/tokens/" in line for line in lines) == 2

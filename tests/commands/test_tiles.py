@@ -1,4 +1,6 @@
-"""The user's tile file: saved for one GPU and Triton version, used before the shipped tiles, ignored if damaged."""
+"""The user's tile file: saved for one GPU and Triton version, used before the shipped tiles,
+ignored if damaged.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -53,11 +55,19 @@ def test_user_tiles_come_before_shipped_ones(gpu: None) -> None:
     shipped = tuned.pick("maxpool_attention", 128, torch.bfloat16, 90)
     assert shipped == tuned.TILES["maxpool_attention", 256, 90]
     save_tiles(GPU, 256, {"maxpool_attention"}, {"maxpool_attention": (FAST, 1.1)})
-    assert tuned.pick("maxpool_attention", 128, torch.bfloat16, 90) == shipped, "read once per process"
+    assert tuned.pick("maxpool_attention", 128, torch.bfloat16, 90) == shipped, (
+        "read once per process"
+    )
     tuned._user_tiles_of.cache_clear()
     assert tuned.pick("maxpool_attention", 128, torch.bfloat16, 90) == FAST
-    assert tuned.pick("maxpool_attention", 256, torch.bfloat16, 90) == tuned.TILES["maxpool_attention", 512, 90]
-    assert tuned.pick("maxpool_attention", 128, torch.float32, 90) == tuned.FULL_PRECISION["maxpool_attention"]
+    assert (
+        tuned.pick("maxpool_attention", 256, torch.bfloat16, 90)
+        == tuned.TILES["maxpool_attention", 512, 90]
+    )
+    assert (
+        tuned.pick("maxpool_attention", 128, torch.float32, 90)
+        == tuned.FULL_PRECISION["maxpool_attention"]
+    )
     assert tuned.pick("bucket_sums", 128, torch.bfloat16, 90) == tuned.TILES["bucket_sums", 256, 90]
 
 
@@ -69,7 +79,10 @@ def test_entries_of_other_kernels_and_head_sizes_remain() -> None:
     document = json.loads(path.read_text())
     assert document["format"] == tuned.FORMAT
     assert document["gpu"] == GPU
-    assert document["tiles"][1] | {"kernel": "a", "faster": 1.3, "commit": "abc"} == document["tiles"][1]
+    assert (
+        document["tiles"][1] | {"kernel": "a", "faster": 1.3, "commit": "abc"}
+        == document["tiles"][1]
+    )
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
@@ -82,7 +95,9 @@ def test_entries_of_other_kernels_and_head_sizes_remain() -> None:
         (None, "is ignored"),
     ],
 )
-def test_file_with_another_header_or_content_is_ignored(change: dict[str, Any] | None, message: str) -> None:
+def test_file_with_another_header_or_content_is_ignored(
+    change: dict[str, Any] | None, message: str
+) -> None:
     path = save_tiles(GPU, 256, {"a"}, {"a": (FAST, 1.1)})
     path.write_text("{" if change is None else json.dumps(json.loads(path.read_text()) | change))
     with pytest.warns(UserWarning, match=message):
@@ -102,7 +117,12 @@ def test_an_unwritable_folder_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_break_even_length_by_sparsity_and_gpu(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("msattn.trainer.models.break_even.BREAK_EVEN", {90: {0.5: 9000, 0.9: 3000}})
     device = torch.device("cuda")
-    assert [prefill_break_even(sparsity, device) for sparsity in (0.5, 0.8, 0.9, 0.99)] == [9000, 9000, 3000, 3000]
+    assert [prefill_break_even(sparsity, device) for sparsity in (0.5, 0.8, 0.9, 0.99)] == [
+        9000,
+        9000,
+        3000,
+        3000,
+    ]
     assert prefill_break_even(0.4, device) > 2**31, "never at this sparsity"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: (10, 0))
     assert prefill_break_even(0.9, device) == 3000
@@ -119,11 +139,18 @@ def swept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[..., Path]:
         bench.Options([96], peers=()),
     )
 
-    def sweep(operation: str, shape: bench.Shape, options: bench.Options) -> Iterator[bench.BenchRow]:
+    def sweep(
+        operation: str, shape: bench.Shape, options: bench.Options
+    ) -> Iterator[bench.BenchRow]:
         yield replace(blank, variant="shipped", ms=2.0, device=GPU)
         for kernel, tile in bench.list_candidates(operation, options.backward):
             fast = (kernel, tile) == ("block_sparse_attention_dq", Tile(32, 64, 4, 2))
-            yield replace(blank, variant=f"{kernel} {'-'.join(map(str, tile))}", ms=1.0 if fast else 2.0, compile_s=1.5)
+            yield replace(
+                blank,
+                variant=f"{kernel} {'-'.join(map(str, tile))}",
+                ms=1.0 if fast else 2.0,
+                compile_s=1.5,
+            )
 
     monkeypatch.setattr(bench, "sweep", sweep)
     problem = command._problem
@@ -136,7 +163,10 @@ def swept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[..., Path]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: GPU)
 
     def tune(*overrides: str) -> Path:
-        cfg = compose("bench", [f"outputs='{folder}'", "device=cpu", "tracker=none", "bench.tune=true", *overrides])
+        cfg = compose(
+            "bench",
+            [f"outputs='{folder}'", "device=cpu", "tracker=none", "bench.tune=true", *overrides],
+        )
         cfg.folder.mkdir(parents=True)  # Hydra makes the folder in a real run
         return run(cfg)
 
@@ -144,7 +174,9 @@ def swept(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[..., Path]:
 
 
 @pytest.mark.slow
-def test_command_saves_the_faster_tiles(swept: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_saves_the_faster_tiles(
+    swept: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     results = swept("op=block_sparse_attention", "bench.direction=backward", "bench.dtype=bfloat16")
     assert "compile_s" in (results / "backward-sweep-nvidia-h200.csv").read_text()
     assert tuned.read_user_tiles(GPU) == {("block_sparse_attention_dq", 256): Tile(32, 64, 4, 2)}
@@ -154,24 +186,39 @@ def test_command_saves_the_faster_tiles(swept: Callable[..., Path], capsys: pyte
     assert "nvidia-h200.json" in shown.replace("\n", "")
 
 
-def test_no_tile_is_saved_if_the_shipped_ones_have_no_time(swept: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    def sweep(operation: str, shape: bench.Shape, options: bench.Options) -> Iterator[bench.BenchRow]:
+def test_no_tile_is_saved_if_the_shipped_ones_have_no_time(
+    swept: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sweep(
+        operation: str, shape: bench.Shape, options: bench.Options
+    ) -> Iterator[bench.BenchRow]:
         for row in whole(operation, shape, options):
-            yield replace(row, ms=None, note="not timed: out of memory") if row.variant == "shipped" else row
+            yield (
+                replace(row, ms=None, note="not timed: out of memory")
+                if row.variant == "shipped"
+                else row
+            )
 
     save_tiles(GPU, 256, set(), {"block_sparse_attention_dq": (OTHER, 1.1)})
     whole = bench.sweep
     monkeypatch.setattr(bench, "sweep", sweep)
-    with pytest.raises(UserError, match="no tile is saved; the shipped tiles at 96 keys: not timed: out of memory"):
+    with pytest.raises(
+        UserError, match="no tile is saved; the shipped tiles at 96 keys: not timed: out of memory"
+    ):
         swept("op=block_sparse_attention", "bench.direction=backward", "bench.dtype=bfloat16")
-    assert tuned.read_user_tiles(GPU) == {("block_sparse_attention_dq", 256): OTHER}, "earlier tiles remain"
+    assert tuned.read_user_tiles(GPU) == {("block_sparse_attention_dq", 256): OTHER}, (
+        "earlier tiles remain"
+    )
 
 
 def test_operations_that_cannot_be_tuned(swept: Callable[..., Path]) -> None:
     for overrides, message in (
         (["op=flash_decode", "bench.dtype=bfloat16"], "chooses its tiles by shape"),
         (["op=merge_states", "bench.dtype=bfloat16"], "has no candidate tiles"),
-        (["op=maxpool_attention", "bench.dtype=float32"], "bench.dtype must be bfloat16 or float16"),
+        (
+            ["op=maxpool_attention", "bench.dtype=float32"],
+            "bench.dtype must be bfloat16 or float16",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             swept(*overrides)

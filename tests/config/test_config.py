@@ -1,4 +1,6 @@
-"""conf/ against its schema: YAML files parse, every key has a help text, bad values are refused by name."""
+"""conf/ against its schema: YAML files parse, every key has a help text, bad values are refused by
+name.
+"""
 
 from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
@@ -16,7 +18,9 @@ from msattn.trainer.config.model import packaged_models
 from msattn.trainer.errors import UserError
 
 CONF = Path(__file__).parents[2] / "conf"
-WITH_A_MODEL = [name for name, command in COMMANDS.items() if issubclass(command.schema, schemas.RunConfig)]
+WITH_A_MODEL = [
+    name for name, command in COMMANDS.items() if issubclass(command.schema, schemas.RunConfig)
+]
 
 
 def options(group: str) -> list[str]:
@@ -56,21 +60,39 @@ def test_models_carry_their_architecture(model: str) -> None:
     assert cfg.data.seq_len <= shape["max_position_embeddings"]
     from transformers import AutoConfig
 
-    assert AutoConfig.for_model(**shape).to_dict()["num_hidden_layers"] == shape["num_hidden_layers"]
+    assert (
+        AutoConfig.for_model(**shape).to_dict()["num_hidden_layers"] == shape["num_hidden_layers"]
+    )
 
 
 def test_sizes_follow_the_model() -> None:
     tiny, llama = (compose("eval", [f"model={m}"]) for m in ("tiny", "llama3"))
-    assert (tiny.model.presets.probes, tiny.model.presets.recent, tiny.eval.needle.lengths) == (2, 256, [4096])
-    assert (llama.model.presets.probes, llama.model.presets.recent, llama.eval.needle.lengths) == (32, 2047, [65536])
+    assert (tiny.model.presets.probes, tiny.model.presets.recent, tiny.eval.needle.lengths) == (
+        2,
+        256,
+        [4096],
+    )
+    assert (llama.model.presets.probes, llama.model.presets.recent, llama.eval.needle.lengths) == (
+        32,
+        2047,
+        [65536],
+    )
     assert llama.eval.needle.probes == [0, 4, 16, 32]
     assert llama.model.path == "meta-llama/Llama-3.1-8B"
     assert llama.data.needles is False, "held-out text is read as it is"
 
 
-@pytest.mark.parametrize("group", ["data", "gate", "kmeans", "qmodel", "mta", "eval", "train", "tracker", "bench"])
+@pytest.mark.parametrize(
+    "group", ["data", "gate", "kmeans", "qmodel", "mta", "eval", "train", "tracker", "bench"]
+)
 def test_every_option_composes(group: str) -> None:
-    owners = {"kmeans": "fit-kmeans", "qmodel": "train-qmodel", "mta": "train-mta", "eval": "eval", "bench": "bench"}
+    owners = {
+        "kmeans": "fit-kmeans",
+        "qmodel": "train-qmodel",
+        "mta": "train-mta",
+        "eval": "eval",
+        "bench": "bench",
+    }
     command = owners.get(group, "train-gate")
     for option in options(group):
         path = ["data.path=some/file.txt"] if option in ("text", "hub") else []
@@ -81,42 +103,102 @@ def test_every_option_composes(group: str) -> None:
 @pytest.mark.parametrize(
     ("command", "override", "says"),
     [
-        ("eval", "eval.baselines=quest", "vertical_slash, xattention; written as eval.baselines=[quest]"),
+        (
+            "eval",
+            "eval.baselines=quest",
+            "vertical_slash, xattention; written as eval.baselines=[quest]",
+        ),
         ("eval", "eval.baselines=qest", "vertical_slash, xattention (did you mean quest?)"),
         (
             "finetune",
             "artifacts.gate=embedded select.scores=gate_question",
             "select.scores=gate_question: finetune trains with gate",
         ),
-        ("eval", "select=quest", "select.scores=quest: eval measures gates and the scores of eval.baselines=[quest]"),
-        ("eval", "artifacts.qmodel=quest", "artifacts.qmodel=quest: eval measures the routers of eval.routers=[quest]"),
+        (
+            "eval",
+            "select=quest",
+            "select.scores=quest: eval measures gates and the scores of eval.baselines=[quest]",
+        ),
+        (
+            "eval",
+            "artifacts.qmodel=quest",
+            "artifacts.qmodel=quest: eval measures the routers of eval.routers=[quest]",
+        ),
         ("train-gate", "data.seq_len=32", "gate.block_size=64: expected at most data.seq_len=32"),
-        ("train-gate", "gate.loss=mze", "gate.loss=mze: expected mse, kl, smooth_l1 (did you mean mse?)"),
-        ("train-gate", "gate.qk_norm=true", "gate.qk_norm=True: allowed only with gate.phase=decode"),
-        ("train-gate", "gate.q_pool=[avg,avg]", "gate.q_pool=['avg', 'avg']: expected one or more of avg, max, min, each once"),
+        (
+            "train-gate",
+            "gate.loss=mze",
+            "gate.loss=mze: expected mse, kl, smooth_l1 (did you mean mse?)",
+        ),
+        (
+            "train-gate",
+            "gate.qk_norm=true",
+            "gate.qk_norm=True: allowed only with gate.phase=decode",
+        ),
+        (
+            "train-gate",
+            "gate.q_pool=[avg,avg]",
+            "gate.q_pool=['avg', 'avg']: expected one or more of avg, max, min, each once",
+        ),
         ("train-gate", "train.steps=0", "train.steps=0: expected an integer in [1, 1e7]"),
         ("train-gate", "train.steps=true", "train.steps=True: expected an integer in [1, 1e7]"),
         ("train-gate", "overwrite=1", "overwrite=1: expected true or false"),
         ("train-gate", "train.lr=inf", "train.lr=inf: expected a number in (0, 1000]"),
-        ("train-gate", "train.micro_batch_size=3", "train.batch_size=4: expected a multiple of train.micro_batch_size=3"),
+        (
+            "train-gate",
+            "train.micro_batch_size=3",
+            "train.batch_size=4: expected a multiple of train.micro_batch_size=3",
+        ),
         ("train-gate", "name=a/b", "name=a/b: expected a folder name"),
         ("train-gate", "outputs=", "outputs='': expected a folder"),
         ("train-gate", "data.path=book.txt", "data.path=book.txt: data=stdlib reads no files"),
         ("train-gate", "~model.name", "model.name=???: a value is needed"),
-        ("train-gate", "~model.architecture model.init=random", "model.init=random: random needs model.architecture"),
+        (
+            "train-gate",
+            "~model.architecture model.init=random",
+            "model.init=random: random needs model.architecture",
+        ),
         ("serve", "server=3", "server=3: this is a section"),
         ("eval", "eval.tasks=[neddle]", "(did you mean needle?)"),
         ("eval", "probes=-1", "probes=-1: expected an integer in [0, 1e6], or null"),
-        ("eval", "eval.needle.keys=[0]", "eval.needle.keys=[0]: expected a list, each a number in [0.001, 0.5]"),
-        ("train-gate", "gate.phase=decode gate.recent=4096", "gate.recent=4096: expected gate.sink + gate.recent below"),
+        (
+            "eval",
+            "eval.needle.keys=[0]",
+            "eval.needle.keys=[0]: expected a list, each a number in [0.001, 0.5]",
+        ),
+        (
+            "train-gate",
+            "gate.phase=decode gate.recent=4096",
+            "gate.recent=4096: expected gate.sink + gate.recent below",
+        ),
         ("serve", "chat=true", "chat=True: expected null"),
-        ("serve", "dense=true artifacts.gate=embedded", "dense=True: expected false with artifacts.gate"),
+        (
+            "serve",
+            "dense=true artifacts.gate=embedded",
+            "dense=True: expected false with artifacts.gate",
+        ),
         ("generate", "keys=0.05 probes=2", "keys=0.05: probes=2 is given too"),
-        ("generate", "keys=0.7", "keys=0.7: expected null, a share in [0.001, 0.5], or a whole number of keys"),
+        (
+            "generate",
+            "keys=0.7",
+            "keys=0.7: expected null, a share in [0.001, 0.5], or a whole number of keys",
+        ),
         ("generate", "threshold=0.1 keys=64", "threshold=0.1: keys=64 is given too"),
-        ("train-qmodel", "train.compile=true qmodel.source=online", "train.compile=True: expected false"),
-        ("bench", "bench.lengths=[0]", "bench.lengths=[0]: expected one or more, each an integer in [1, 1e9], or null"),
-        ("bench", "bench.queries=[]", "bench.queries=[]: expected one or more, each an integer in [1, 16]"),
+        (
+            "train-qmodel",
+            "train.compile=true qmodel.source=online",
+            "train.compile=True: expected false",
+        ),
+        (
+            "bench",
+            "bench.lengths=[0]",
+            "bench.lengths=[0]: expected one or more, each an integer in [1, 1e9], or null",
+        ),
+        (
+            "bench",
+            "bench.queries=[]",
+            "bench.queries=[]: expected one or more, each an integer in [1, 16]",
+        ),
         ("bench", "bench.heads=[8,3]", "the first a multiple of the second"),
         ("bench", "bench.kernels=[3x33]", "of 1 to 32 queries and keys"),
         ("bench", "op=merge_states bench.direction=backward", "merge_states has no backward pass"),
@@ -138,13 +220,21 @@ def test_integers_stand_for_numbers_and_text() -> None:
 
 
 def test_dataclasses_check_what_python_gives_them() -> None:
-    with pytest.raises(UserError, match=r"^unknown key gate.blocksize \(did you mean gate.block_size\?\)$"):
+    with pytest.raises(
+        UserError, match=r"^unknown key gate.blocksize \(did you mean gate.block_size\?\)$"
+    ):
         schemas.GateConfig(blocksize=64)  # pyrefly: ignore[unexpected-keyword]
-    with pytest.raises(UserError, match=r"^gate.hidden='9': expected an integer in \[2, 16384\], or null$"):
+    with pytest.raises(
+        UserError, match=r"^gate.hidden='9': expected an integer in \[2, 16384\], or null$"
+    ):
         replace(schemas.GateConfig(), hidden="9")
-    with pytest.raises(UserError, match=r"^model.presets.recent=0: expected an integer in \[1, 1e9\]$"):
+    with pytest.raises(
+        UserError, match=r"^model.presets.recent=0: expected an integer in \[1, 1e9\]$"
+    ):
         schemas.ModelPresets(recent=0)
-    assert schemas.GateConfig().q_pool is not schemas.GateConfig().q_pool, "an instance changes no defaults"
+    assert schemas.GateConfig().q_pool is not schemas.GateConfig().q_pool, (
+        "an instance changes no defaults"
+    )
 
 
 @pytest.mark.parametrize(("length", "distance"), [(4096, 256), (512, 128), (2, 0)])
@@ -155,7 +245,13 @@ def test_long_range_queries_exist_in_short_chunks(length: int, distance: int) ->
 
 def test_known_keys_reach_the_leaves() -> None:
     keys = known_keys(schemas.EvalRunConfig)
-    assert {"model.presets.recent", "eval.needle.depths", "artifacts.gate", "overwrite", "select.mass"} <= set(keys)
+    assert {
+        "model.presets.recent",
+        "eval.needle.depths",
+        "artifacts.gate",
+        "overwrite",
+        "select.mass",
+    } <= set(keys)
     assert len(keys) == len(set(keys)), "policies share keys"
     assert nearest("eval.needel.depths", keys) == " (did you mean eval.needle.depths?)"
     assert nearest("qwertyuiop", keys) == ""

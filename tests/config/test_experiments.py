@@ -17,21 +17,39 @@ from tests.running import SHAPE, WORDS, exit_code, succeed, write_texts
 
 
 @pytest.mark.slow
-def test_interpolated_names_are_kept_in_a_sweep(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpolated_names_are_kept_in_a_sweep(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = []
-    monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: seen.append((cfg.name, cfg.kmeans.balance)))
+    monkeypatch.setattr(
+        Command, "run", lambda self, cfg, arguments: seen.append((cfg.name, cfg.kmeans.balance))
+    )
     swept = "kmeans.rope=true", "kmeans.balance=1.5,3.0"
     assert exit_code("fit-kmeans", "-m", "experiment=partitions", *swept) == 0
     expected = [("rope-True_balance-1.5", 1.5), ("rope-True_balance-3.0", 3.0)]
     assert seen == expected, "the command line replaces the values that the YAML sweeps over"
     seen.clear()
-    assert exit_code("fit-kmeans", "-m", "experiment=partitions", "name=mine", "kmeans.rope=true", "kmeans.balance=3.0") == 0
+    assert (
+        exit_code(
+            "fit-kmeans",
+            "-m",
+            "experiment=partitions",
+            "name=mine",
+            "kmeans.rope=true",
+            "kmeans.balance=3.0",
+        )
+        == 0
+    )
     assert exit_code("fit-kmeans", "-m", "experiment=demo", "kmeans.balance=1.5,3.0") == 0
-    assert [name for name, _ in seen] == ["mine", "0", "1"], "the fixed name of a YAML is replaced by job numbers"
+    assert [name for name, _ in seen] == ["mine", "0", "1"], (
+        "the fixed name of a YAML is replaced by job numbers"
+    )
 
 
 @pytest.mark.slow
-def test_a_tracker_groups_an_experiment_or_a_sweep(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_groups_an_experiment_or_a_sweep(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: seen.append(cfg.tracker.group))
 
@@ -54,7 +72,10 @@ def test_no_job_of_a_sweep_runs_when_a_later_one_is_wrong(
 ) -> None:
     monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: pytest.fail("a job ran"))
     assert exit_code("train-gate", "-m", "gate.block_size=64,48") == 2
-    assert capsys.readouterr().err == "msattn: job 1: gate.block_size=48: expected a power of two in [16, 128]\n"
+    assert (
+        capsys.readouterr().err
+        == "msattn: job 1: gate.block_size=48: expected a power of two in [16, 128]\n"
+    )
     assert not list(here.iterdir()), "a mistake must leave no files"
 
 
@@ -74,22 +95,41 @@ def test_documents_of_a_corpus(recipe: str, path: str, split: str) -> None:
     assert (cfg.eval.tasks, cfg.eval.documents.lengths) == (["documents"], LENGTHS)
     config, _ = config_and_tokenizer(cfg.model)
     assert max_length(config) == max(LENGTHS)
-    assert (cfg.select.policy, cfg.select.scores, cfg.select.last_block) == ("topk", "gate", "pooled"), "as in the paper"
+    assert (cfg.select.policy, cfg.select.scores, cfg.select.last_block) == (
+        "topk",
+        "gate",
+        "pooled",
+    ), "as in the paper"
 
 
 @pytest.mark.slow
-def test_documents_of_a_corpus_are_read_from_their_beginning(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_of_a_corpus_are_read_from_their_beginning(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_texts()
     Path("heldout.txt").write_text(WORDS)
     opened = set()
 
     def rows_of(data: DataConfig, split: str) -> Iterator[dict[str, str]]:
         opened.add((data.path, split))
-        yield from ({"text": f"Document {number}. {'The heron left the mill. ' * (12 + 6 * number)}"} for number in range(10))
+        yield from (
+            {"text": f"Document {number}. {'The heron left the mill. ' * (12 + 6 * number)}"}
+            for number in range(10)
+        )
 
     monkeypatch.setattr("msattn.trainer.data.sources.hub_rows", rows_of)
-    sizes = [f"eval.documents.{key}" for key in ("lengths=[64,128]", "num_documents=3", "sparsities=[0.9]")]
-    toy = ["model.init=random", *SHAPE, "model.architecture.vocab_size=4096", "device=cpu", "dtype=float32", "tracker=none"]
+    sizes = [
+        f"eval.documents.{key}"
+        for key in ("lengths=[64,128]", "num_documents=3", "sparsities=[0.9]")
+    ]
+    toy = [
+        "model.init=random",
+        *SHAPE,
+        "model.architecture.vocab_size=4096",
+        "device=cpu",
+        "dtype=float32",
+        "tracker=none",
+    ]
     succeed("eval", "experiment=documents_pg19", *toy, *sizes, "eval.baselines=[quest]")
     assert opened == {("emozilla/pg19", "test")}
     found = read_rows(here / "outputs/llama3/seer/eval", "length")
@@ -107,7 +147,9 @@ def test_documents_of_a_corpus_are_read_from_their_beginning(here: Path, monkeyp
         (["model=tiny", "data.seq_len=1024"], [1024]),
     ],
 )
-def test_the_table_has_the_lengths_of_rulers_that_a_model_reads(overrides: list[str], lengths: list[int]) -> None:
+def test_the_table_has_the_lengths_of_rulers_that_a_model_reads(
+    overrides: list[str], lengths: list[int]
+) -> None:
     cfg = compose("eval", ["eval=table", *overrides])
     assert cfg.eval.ruler.lengths == lengths
     assert cfg.eval.key_shares == [0.02, 0.05, 0.1]

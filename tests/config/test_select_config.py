@@ -1,4 +1,6 @@
-"""Selection policies in the configuration: each has keys of its own and refuses those of the others."""
+"""Selection policies in the configuration: each has keys of its own and refuses those of the
+others.
+"""
 
 import copy
 import pickle
@@ -24,7 +26,12 @@ VALUES: dict[str, tuple[str, Any]] = {  # a key of each policy, and a value that
     "token_budget": ("tokens", 256),
     "multiscale": ("shares", [0.2, 0.1, 0.2, 0.4]),
 }
-FOREIGN = [("topk", "mass"), ("calibrated", "threshold"), ("nucleus", "sparsity"), ("token_budget", "shares")]
+FOREIGN = [
+    ("topk", "mass"),
+    ("calibrated", "threshold"),
+    ("nucleus", "sparsity"),
+    ("token_budget", "shares"),
+]
 
 
 def composed(*overrides: str) -> SelectConfig:
@@ -41,7 +48,9 @@ def test_a_policy_has_its_own_key_and_the_shared_ones(policy: str) -> None:
     assert {name for name in OWN_KEYS if getattr(select, name) is not None} == {key}
     assert getattr(select, key) == value
     assert getattr(SelectConfig(policy), key) == POLICIES[policy][key]
-    assert replace(select, **{key: value, "seed": 4}) == SelectConfig(policy, seed=4, **{key: value})
+    assert replace(select, **{key: value, "seed": 4}) == SelectConfig(
+        policy, seed=4, **{key: value}
+    )
     assert copy.deepcopy(select) == pickle.loads(pickle.dumps(select)) == select
 
 
@@ -56,35 +65,54 @@ def test_policy_keys_other_policies_are_refused_in_python(policy: str, key: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "key", "added"), [(*FOREIGN[0], ""), (*FOREIGN[2], "+")])
-def test_policy_keys_other_policies_are_refused_on_the_command_line(policy: str, key: str, added: str) -> None:
+def test_policy_keys_other_policies_are_refused_on_the_command_line(
+    policy: str, key: str, added: str
+) -> None:
     with pytest.raises(UserError) as caught:
         compose("eval", [f"select={policy}", f"{added}select.{key}=0.5"])
     assert_names(str(caught.value), policy, key)
 
 
 def assert_names(message: str, policy: str, key: str) -> None:
-    """The message is one line with the key, the policy, the keys that it accepts, and the policy that the key is of."""
+    """The message is one line with the key, the policy, the keys that it accepts, and the policy
+    that the key is of.
+    """
     assert message.startswith(
-        f"select.{key}: policy={policy} accepts {', '.join([*POLICIES[policy], *SHARED_KEYS])}; {key} belongs to "
+        f"select.{key}: policy={policy} accepts {', '.join([*POLICIES[policy], *SHARED_KEYS])}; "
+        f"{key} belongs to "
     )
-    assert all(owner in message.partition("belongs to")[2] for owner, (own, _) in VALUES.items() if own == key)
+    assert all(
+        owner in message.partition("belongs to")[2]
+        for owner, (own, _) in VALUES.items()
+        if own == key
+    )
     assert "\n" not in message
 
 
 def test_misspelt_keys_and_policies_get_a_hint() -> None:
-    with pytest.raises(UserError, match=r"unknown key select.sparsty \(did you mean select.sparsity\?\)"):
+    with pytest.raises(
+        UserError, match=r"unknown key select.sparsty \(did you mean select.sparsity\?\)"
+    ):
         select_config({"sparsty": 0.5})
-    with pytest.raises(UserError, match=r"unknown key select.sparsty \(did you mean select.sparsity\?\)"):
+    with pytest.raises(
+        UserError, match=r"unknown key select.sparsty \(did you mean select.sparsity\?\)"
+    ):
         composed("select.sparsty=0.5")
-    with pytest.raises(UserError, match=r"select.policy=nucleos: expected topk, .* \(did you mean nucleus\?\)"):
+    with pytest.raises(
+        UserError, match=r"select.policy=nucleos: expected topk, .* \(did you mean nucleus\?\)"
+    ):
         SelectConfig("nucleos")
 
 
 def test_the_policy_changes_with_the_keys_that_both_have() -> None:
     select = SelectConfig("calibrated", sparsity=0.7, scores="quest", seed=5)
     assert select.with_policy("topk") == SelectConfig("topk", sparsity=0.7, scores="quest", seed=5)
-    assert select.with_policy("topk", sparsity=0.2, seed=1) == SelectConfig("topk", sparsity=0.2, scores="quest", seed=1)
-    assert select.with_policy("nucleus", mass=0.5) == SelectConfig("nucleus", mass=0.5, scores="quest", seed=5)
+    assert select.with_policy("topk", sparsity=0.2, seed=1) == SelectConfig(
+        "topk", sparsity=0.2, scores="quest", seed=1
+    )
+    assert select.with_policy("nucleus", mass=0.5) == SelectConfig(
+        "nucleus", mass=0.5, scores="quest", seed=5
+    )
     with pytest.raises(UserError, match=r"select.sparsity: policy=nucleus"):
         select.with_policy("nucleus", sparsity=0.5)
     with pytest.raises(UserError, match=r"select.sparsity: policy=nucleus"):
@@ -111,13 +139,17 @@ def test_values_out_of_range_are_refused(policy: str, value: Any, says: str) -> 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_command_line_sets_the_key_of_a_policy(policy: str) -> None:
     key, value = VALUES[policy]
-    assert composed(f"select={policy}", f"select.{key}={value}".replace(" ", "")) == SelectConfig(policy, **{key: value})
+    assert composed(f"select={policy}", f"select.{key}={value}".replace(" ", "")) == SelectConfig(
+        policy, **{key: value}
+    )
 
 
 @pytest.mark.slow
 def test_the_policy_alone_changes_where_the_keys_are_the_same() -> None:
     assert composed("select.policy=topk") == SelectConfig("topk")
-    with pytest.raises(UserError, match=r"select.sparsity: policy=nucleus .*; select=nucleus sets the policy") as caught:
+    with pytest.raises(
+        UserError, match=r"select.sparsity: policy=nucleus .*; select=nucleus sets the policy"
+    ) as caught:
         composed("select.policy=nucleus")
     assert "\n" not in str(caught.value)
 
@@ -125,7 +157,10 @@ def test_the_policy_alone_changes_where_the_keys_are_the_same() -> None:
 @pytest.mark.slow
 def test_policies_can_be_swept(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Command, "run", lambda self, cfg, arguments: cfg.select)
-    assert launch("generate", ["select=topk,threshold"], multirun=True) == [SelectConfig("topk"), SelectConfig("threshold")]
+    assert launch("generate", ["select=topk,threshold"], multirun=True) == [
+        SelectConfig("topk"),
+        SelectConfig("threshold"),
+    ]
     both = launch("generate", ["select=topk,calibrated", "select.sparsity=0.5"], multirun=True)
     assert both == [SelectConfig("topk", sparsity=0.5), SelectConfig("calibrated", sparsity=0.5)]
     with pytest.raises(UserError, match=r"select.sparsity: policy=threshold accepts"):

@@ -12,22 +12,41 @@ from tests.data.texts import paragraph, write
 
 SQUAD = {
     "data": [
-        {"paragraphs": [paragraph("the mill", ("Whose?", ["Anna's", "Anna's", "hers"])), paragraph("a flood", ("Why?", []))]},
+        {
+            "paragraphs": [
+                paragraph("the mill", ("Whose?", ["Anna's", "Anna's", "hers"])),
+                paragraph("a flood", ("Why?", [])),
+            ]
+        },
         {"paragraphs": [paragraph("the bees", ("How many?", ["nine"]))]},
     ]
 }
 HOTPOT = [
-    {"question": "Who?", "answer": "Anna", "context": [["Mill", ["It is old. ", "Anna owns it."]], ["Bees", ["Nine."]]]},
+    {
+        "question": "Who?",
+        "answer": "Anna",
+        "context": [["Mill", ["It is old. ", "Anna owns it."]], ["Bees", ["Nine."]]],
+    },
     {"question": "How many?", "answer": "nine", "context": [["Bees", ["Nine."]]]},
 ]
 LEVAL = [
     {
         "input": "a lecture",
-        "instructions": ["Which?\nA. one\nB. two", "Which?\n (A) one\n (B) two", "All?\nA. one\nB. two\nC. three", "Name it."],
+        "instructions": [
+            "Which?\nA. one\nB. two",
+            "Which?\n (A) one\n (B) two",
+            "All?\nA. one\nB. two\nC. three",
+            "Name it.",
+        ],
         "outputs": ["B", "(A) one", "AC", "B"],
         "evaluation": "exam",
     },
-    {"input": "a paper", "instructions": ["Which?\nA. one\nB. two"], "outputs": ["A "], "evaluation": "f1"},
+    {
+        "input": "a paper",
+        "instructions": ["Which?\nA. one\nB. two"],
+        "outputs": ["A "],
+        "evaluation": "f1",
+    },
 ]
 
 
@@ -40,7 +59,10 @@ def test_questions_about_documents(tmp_path: Path) -> None:
     ]
     hotpot = read_hotpotqa("eval.ruler.hotpotqa", write(tmp_path / "hotpot.json", HOTPOT))
     assert hotpot.documents == ["Bees\nNine.", "Mill\nIt is old. Anna owns it."]
-    assert hotpot.asked == [DocumentQuestion("Who?", ["Anna"], [1, 0], []), DocumentQuestion("How many?", ["nine"], [0], [])]
+    assert hotpot.asked == [
+        DocumentQuestion("Who?", ["Anna"], [1, 0], []),
+        DocumentQuestion("How many?", ["nine"], [0], []),
+    ]
 
 
 def test_questions_of_leval(tmp_path: Path) -> None:
@@ -62,19 +84,36 @@ def test_questions_of_leval(tmp_path: Path) -> None:
     ("read", "name", "values", "message"),
     [
         (read_squad, "a.json", [{}], "has no key data"),
-        (read_squad, "a.json", [{"data": [{"paragraphs": [paragraph("x", ("Why?", []))]}]}], "no question with an answer"),
+        (
+            read_squad,
+            "a.json",
+            [{"data": [{"paragraphs": [paragraph("x", ("Why?", []))]}]}],
+            "no question with an answer",
+        ),
         (read_squad, "a.json", [1], "Input should be an object"),
         (read_hotpotqa, "a.json", [{"data": 3}], "data"),
-        (read_hotpotqa, "a.json", [[{"question": "Who?", "answer": "x"}]], "has no key data.0.context"),
+        (
+            read_hotpotqa,
+            "a.json",
+            [[{"question": "Who?", "answer": "x"}]],
+            "has no key data.0.context",
+        ),
         (read_leval, "a.jsonl", [3], "line 1 has no key input"),
-        (read_leval, "a.jsonl", [LEVAL[0] | {"outputs": ["B"]}], "there are 4 instructions and 1 outputs"),
+        (
+            read_leval,
+            "a.jsonl",
+            [LEVAL[0] | {"outputs": ["B"]}],
+            "there are 4 instructions and 1 outputs",
+        ),
         (read_leval, "a.jsonl", [LEVAL[1] | {"outputs": [" "]}], "line 1: an output is empty"),
         (read_leval, "a.jsonl", [], "there is no question in it"),
         (read_squad, "a.json.xz", None, "damaged xz data"),
         (read_leval, "a.jsonl", None, "not UTF-8"),
     ],
 )
-def test_other_files_are_refused(tmp_path: Path, read: Any, name: str, values: list[Any] | None, message: str) -> None:
+def test_other_files_are_refused(
+    tmp_path: Path, read: Any, name: str, values: list[Any] | None, message: str
+) -> None:
     if values is None:
         (tmp_path / name).write_bytes(b"\xff\x00 nothing")
     else:

@@ -1,4 +1,6 @@
-"""The token cache: the same tokens with and without it, one computation for all readers, and recovery from damage."""
+"""The token cache: the same tokens with and without it, one computation for all readers, and
+recovery from damage.
+"""
 
 import os
 import threading
@@ -29,7 +31,9 @@ def cfg(tmp_path: Path) -> DataConfig:
     (tmp_path / "text").mkdir()
     for name in "abcdefghijklmnop":
         (tmp_path / "text" / f"{name}.txt").write_text(f"{name}: {TEXT}")
-    return DataConfig("text", path=str(tmp_path / "text"), seq_len=32, cache=str(tmp_path / "tokens"))
+    return DataConfig(
+        "text", path=str(tmp_path / "text"), seq_len=32, cache=str(tmp_path / "tokens")
+    )
 
 
 @pytest.fixture
@@ -58,23 +62,36 @@ def entries(cfg: DataConfig) -> list[Path]:
 def test_the_tokens_are_the_same_with_and_without_a_cache(
     cfg: DataConfig, tokenizer: PreTrainedTokenizerFast, encodings: list[int]
 ) -> None:
-    for heldout, options in ((False, {}), (True, {}), (False, {"needles": True}), (True, {"bos": True})):
+    for heldout, options in (
+        (False, {}),
+        (True, {}),
+        (False, {"needles": True}),
+        (True, {"bos": True}),
+    ):
         plain = chunks(changed(cfg, cache=None, **options), tokenizer, seed=1, heldout=heldout)
-        first, again = (chunks(changed(cfg, **options), tokenizer, seed=1, heldout=heldout) for _ in range(2))
+        first, again = (
+            chunks(changed(cfg, **options), tokenizer, seed=1, heldout=heldout) for _ in range(2)
+        )
         assert plain.fingerprint == first.fingerprint == again.fingerprint
     assert len(encodings) == 4 * 2, "once without the cache and once with it"
     assert len(entries(cfg)) == 4
 
 
 def test_seed_and_length_of_chunks_share_an_entry(
-    cfg: DataConfig, tokenizer: PreTrainedTokenizerFast, encodings: list[int], capsys: pytest.CaptureFixture[str]
+    cfg: DataConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    encodings: list[int],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     chunks(cfg, tokenizer, seed=0)
     chunks(cfg, tokenizer, seed=1, seq_len=16, num_chunks=3)
     chunks(changed(cfg, seq_len=64), tokenizer, seed=1)
     assert len(encodings) == len(entries(cfg)) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"the tokens of the documents of data.path={cfg.path} are kept in {entries(cfg)[0]} (" in line
+    assert (
+        f"the tokens of the documents of data.path={cfg.path} are kept in {entries(cfg)[0]} ("
+        in line
+    )
     assert line.endswith(" MB; data.cache=null keeps none)")
 
 
@@ -86,7 +103,9 @@ def test_a_changed_text_tokenizer_or_setting_is_encoded_anew(
     times = file.stat().st_atime_ns, file.stat().st_mtime_ns
     file.write_text(file.read_text().replace("déjà", "jàdé"))  # of the same size
     os.utime(file, ns=times)
-    assert chunks(cfg, tokenizer, seed=0).fingerprint != before, "also if the file claims its old time"
+    assert chunks(cfg, tokenizer, seed=0).fingerprint != before, (
+        "also if the file claims its old time"
+    )
     assert len(encodings) == 2
     (file.parent / "new.txt").write_text("new")
     chunks(cfg, tokenizer, seed=0)
@@ -100,7 +119,9 @@ def test_a_changed_text_tokenizer_or_setting_is_encoded_anew(
 
 def test_a_text_that_changes_while_it_is_read_is_not_kept(tmp_path: Path) -> None:
     versions = iter(range(10))
-    made = cached(str(tmp_path), "tokens", lambda: next(versions), lambda: np.arange(3, dtype=np.int32))
+    made = cached(
+        str(tmp_path), "tokens", lambda: next(versions), lambda: np.arange(3, dtype=np.int32)
+    )
     assert made.tolist() == [0, 1, 2]
     assert list(tmp_path.iterdir()) == []
 
@@ -108,7 +129,10 @@ def test_a_text_that_changes_while_it_is_read_is_not_kept(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["flipped", "another entry"])
 def test_a_damaged_entry_is_made_again(
-    cfg: DataConfig, tokenizer: PreTrainedTokenizerFast, damage: str, capsys: pytest.CaptureFixture[str]
+    cfg: DataConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    damage: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     expected = chunks(cfg, tokenizer, seed=0).fingerprint
     (path,) = entries(cfg)
@@ -149,27 +173,38 @@ def test_an_unwritable_folder_and_a_full_disk_cost_only_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert cached(str(tmp_path / "file"), "tokens", lambda: 1, lambda: np.arange(3)).tolist() == [0, 1, 2]
+    assert cached(str(tmp_path / "file"), "tokens", lambda: 1, lambda: np.arange(3)).tolist() == [
+        0,
+        1,
+        2,
+    ]
     assert (
-        f"warning: data.cache={tmp_path / 'file'}: the folder is not writable, the tokens are not kept"
-        in capsys.readouterr().err
+        f"warning: data.cache={tmp_path / 'file'}: the folder is not writable, the tokens are not "
+        f"kept" in capsys.readouterr().err
     )
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(hashes, "save_file", full)
-    assert cached(str(tmp_path / "tokens"), "tokens", lambda: 1, lambda: np.arange(3)).tolist() == [0, 1, 2]
+    assert cached(str(tmp_path / "tokens"), "tokens", lambda: 1, lambda: np.arange(3)).tolist() == [
+        0,
+        1,
+        2,
+    ]
     assert "cannot be written (No space left on device; " in capsys.readouterr().err
     assert list((tmp_path / "tokens").iterdir()) == []
 
 
-def test_the_least_recently_used_entries_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_recently_used_entries_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cache, "MOST_BYTES", 30_000)
     made: list[str] = []
 
     def read(key: str) -> None:
-        cached(str(tmp_path), "tokens", lambda: key, lambda: made.append(key) or np.arange(1000))  # 8 kB
+        # 8 kB
+        cached(str(tmp_path), "tokens", lambda: key, lambda: made.append(key) or np.arange(1000))
         time.sleep(0.02)
 
     for key in ("a", "b", "c", "a", "d", "a", "c", "b"):
@@ -178,7 +213,9 @@ def test_the_least_recently_used_entries_make_room(tmp_path: Path, monkeypatch: 
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 30_000
 
 
-def test_quick_work_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_work_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(cache, "LEAST_SECONDS", 60.0)
     assert cached(str(tmp_path), "tokens", lambda: 1, lambda: np.arange(3)).tolist() == [0, 1, 2]
     assert list(tmp_path.iterdir()) == []

@@ -37,10 +37,17 @@ def test_half_of_the_needles_repeat_one_of_the_last_sixteen() -> None:
     assert 0.4 < len(distinct) / len(found) < 0.6
     latest: list[str] = []
     for value in values:
-        assert value not in distinct[: max(0, len(latest) - 16)], "only the last sixteen may be repeated"
+        assert value not in distinct[: max(0, len(latest) - 16)], (
+            "only the last sixteen may be repeated"
+        )
         latest += [value] if value not in latest else []
-    asked = [sentence for sentence in found if any(re.fullmatch(f" {each} ", sentence) for each in QUESTIONS)]
-    assert len(asked) > len(found) / 8  # of the repetitions, half are questions; some statements are worded like them
+    asked = [
+        sentence
+        for sentence in found
+        if any(re.fullmatch(f" {each} ", sentence) for each in QUESTIONS)
+    ]
+    # of the repetitions, half are questions; some statements are worded like them
+    assert len(asked) > len(found) / 8
 
 
 def test_needles_depend_on_the_name() -> None:

@@ -1,4 +1,6 @@
-"""Training and held-out text never meet: the check of data.heldout_path, and the splits that are made here."""
+"""Training and held-out text never meet: the check of data.heldout_path, and the splits that are
+made here.
+"""
 
 import json
 import random
@@ -28,7 +30,8 @@ def write(folder: Path, name: str, text: str) -> str:
 
 def test_windows_are_those_of_a_plain_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("msattn.trainer.data.overlap._PIECE", 256)
-    text = prose(0, 300).replace(" ", "x")  # the white space at the ends of a window would not count
+    # the white space at the ends of a window would not count
+    text = prose(0, 300).replace(" ", "x")
     equal: dict[str, set[int]] = {}
     sampled = windows(text)
     for start in range(len(text) - WINDOW + 1):
@@ -50,14 +53,18 @@ def test_a_common_passage_is_found_at_any_place_in_any_layout() -> None:
     assert total > shared
     assert shared_windows([Document("t", train)], [Document("h", heldout)])[0] == 0
     assert shared_windows([], [Document("h", "short")]) == (0, 1)
-    assert shared_windows([Document("t", " SHORT\n")], [Document("h", "short"), Document("e", " ")]) == (1, 1)
+    assert shared_windows(
+        [Document("t", " SHORT\n")], [Document("h", "short"), Document("e", " ")]
+    ) == (1, 1)
 
 
 def test_overlapping_held_out_text_is_refused_with_its_count(tmp_path: Path) -> None:
     train = write(tmp_path, "train.txt", prose(1))
     same = DataConfig("text", path=train, heldout_path=train)
     with pytest.raises(
-        UserError, match=r"data\.heldout_path=.*: ([\d,]+) of its \1 compared passages of 200 characters are also in"
+        UserError,
+        match=r"data\.heldout_path=.*: ([\d,]+) of its \1 compared passages of 200 characters are "
+        r"also in",
     ):
         check_heldout(same)
 
@@ -65,15 +72,27 @@ def test_overlapping_held_out_text_is_refused_with_its_count(tmp_path: Path) -> 
 def test_a_heading_in_common_only_warns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     heading = "Permission is granted to anyone to use this text. " * 3 + prose(9, 40)
     train = write(tmp_path, "train.txt", heading + prose(1))
-    check_heldout(DataConfig("text", path=train, heldout_path=write(tmp_path, "other.txt", prose(2))))
+    check_heldout(
+        DataConfig("text", path=train, heldout_path=write(tmp_path, "other.txt", prose(2)))
+    )
     assert capsys.readouterr().err == ""
-    check_heldout(DataConfig("text", path=train, heldout_path=write(tmp_path, "heldout.txt", heading + prose(3))))
+    check_heldout(
+        DataConfig(
+            "text", path=train, heldout_path=write(tmp_path, "heldout.txt", heading + prose(3))
+        )
+    )
     assert "msattn: warning: data.heldout_path=" in capsys.readouterr().err
 
 
-def test_a_held_out_split_is_compared_over_its_first_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_held_out_split_is_compared_over_its_first_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     books = [{"text": prose(seed, 400)} for seed in range(8)]
-    splits = {"train": books, "validation": [{"text": prose(8, 400)}, books[0]], "test": [{"text": prose(9, 400)}, books[7]]}
+    splits = {
+        "train": books,
+        "validation": [{"text": prose(8, 400)}, books[0]],
+        "test": [{"text": prose(9, 400)}, books[7]],
+    }
     read: list[str] = []
 
     def rows(cfg: DataConfig, split: str) -> Iterator[dict[str, str]]:
@@ -84,13 +103,18 @@ def test_a_held_out_split_is_compared_over_its_first_documents(tmp_path: Path, m
     monkeypatch.setattr("msattn.trainer.data.sources.hub_rows", rows)
     monkeypatch.setattr("msattn.trainer.data.sources.hub_identity", lambda cfg: None)
     cfg = DataConfig("hub", path="a/b", heldout_split="validation", cache=str(tmp_path))
-    with pytest.raises(UserError, match=r"data\.heldout_split=validation: [\d,]+ of its .* are also in data\.path=a/b; "):
+    with pytest.raises(
+        UserError,
+        match=r"data\.heldout_split=validation: [\d,]+ of its .* are also in data\.path=a/b; ",
+    ):
         check_heldout(cfg)
     monkeypatch.setattr("msattn.trainer.data.overlap.STREAMED", 5 * len(prose(0, 400)))
     read.clear()
     check_heldout(replace(cfg, heldout_split="test"))
     assert 4 <= read.count("train") < 8
-    assert list(tmp_path.iterdir()) == [], "a data set whose files are not known has no outcome to keep"
+    assert list(tmp_path.iterdir()) == [], (
+        "a data set whose files are not known has no outcome to keep"
+    )
 
 
 def run(*arguments: str) -> int:
@@ -99,22 +123,32 @@ def run(*arguments: str) -> int:
     return int(ended.value.code or 0)
 
 
-def test_the_command_counts_windows_and_fails_on_shared_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_counts_windows_and_fails_on_shared_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     book, code, apart = (write(tmp_path, f"{seed}.txt", prose(seed)) for seed in range(3))
     mixed = write(tmp_path, "mixed.txt", prose(3, 3000) + prose(1)[5000:9000])
     assert run(book, code, "--heldout", apart) == 0
     said = capsys.readouterr().out
     total = len(np.unique(windows(prose(2))))
-    assert said == f"0 of {total:,} windows of 200 characters are also in the training texts (one in 16 sampled)\n"
+    assert (
+        said
+        == f"0 of {total:,} windows of 200 characters are also in the training texts (one in 16 "
+        f"sampled)\n"
+    )
     assert run(book, code, "--heldout", apart, mixed) == 1
     shared, total = (int(count.replace(",", "")) for count in capsys.readouterr().out.split()[:3:2])
     assert 0 < shared < 4000 / SAMPLED * 1.5 < total
     assert run(book, "--heldout", str(tmp_path / "none.txt")) == 2
-    assert capsys.readouterr().err.startswith(f"msattn: --heldout={tmp_path}/none.txt: no such file")
+    assert capsys.readouterr().err.startswith(
+        f"msattn: --heldout={tmp_path}/none.txt: no such file"
+    )
 
 
 def test_the_splits_of_files_and_rows_share_no_passage(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": prose(seed, 200)}) + "\n" for seed in range(60)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": prose(seed, 200)}) + "\n" for seed in range(60))
+    )
     (tmp_path / "one.txt").write_text(prose(100))
     for name in ("rows.jsonl", "one.txt"):
         cfg = DataConfig("text", path=str(tmp_path / name))

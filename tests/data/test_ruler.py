@@ -18,7 +18,9 @@ DOCUMENTS = [" ".join(DRAW.choices(WORDS, k=60)) for _ in range(30)]
 QUESTIONS = ruler.Questions(
     DOCUMENTS,
     [
-        ruler.DocumentQuestion(f"What is in {i} and {i + 1}?", ["REPLY", f"no. {i}"], [i, i + 1], [i + 2, i + 3])
+        ruler.DocumentQuestion(
+            f"What is in {i} and {i + 1}?", ["REPLY", f"no. {i}"], [i, i + 1], [i + 2, i + 3]
+        )
         for i in range(20)
     ],
 )
@@ -43,14 +45,18 @@ def test_the_configuration_names_all_tasks() -> None:
 @settings(max_examples=60, deadline=None)
 def test_samples_nearly_fill_their_length(name: str, length: int, seed: int) -> None:
     samples = TASKS[name].samples([(seed, number) for number in range(3)], HAYSTACK, length, count)
-    assert samples == TASKS[name].samples([(seed, number) for number in range(3)], HAYSTACK, length, count)
+    assert samples == TASKS[name].samples(
+        [(seed, number) for number in range(3)], HAYSTACK, length, count
+    )
     assert len({sample.prompt for sample in samples}) == 3
     for sample in samples:
         tokens = count(sample.prompt + sample.begun) + TASKS[name].new_tokens
         assert 0.85 * length < tokens <= length
         assert len(set(sample.answers)) == len(sample.answers)
         assert sample.score(" ".join(sample.answers).upper()) == 1.0
-        assert sample.score(sample.answers[0]) == (1 if sample.one_suffices else 1 / len(sample.answers))
+        assert sample.score(sample.answers[0]) == (
+            1 if sample.one_suffices else 1 / len(sample.answers)
+        )
         assert sample.score("nothing of it") == 0.0
 
 
@@ -62,11 +68,16 @@ def test_no_sample_is_longer_than_the_shortest_length(name: str) -> None:
         TASKS[name].size(seeds, HAYSTACK, 1, count)
     length = int(re.findall(r"has (\d+) tokens", str(refused.value))[0])
     samples = TASKS[name].samples(seeds, HAYSTACK, length, count)
-    assert max(count(sample.prompt + sample.begun) for sample in samples) + TASKS[name].new_tokens <= length
+    assert (
+        max(count(sample.prompt + sample.begun) for sample in samples) + TASKS[name].new_tokens
+        <= length
+    )
 
 
 def test_a_haystack_needs_the_words_of_the_longest_sample() -> None:
-    """With fewer words than the longest list has, the search for its size refuses the haystack, as drawing samples does."""
+    """With fewer words than the longest list has, the search for its size refuses the haystack, as
+    drawing samples does.
+    """
     seeds = [(0, 1)]
     needed = 10 + TASKS["cwe"].size(seeds, Haystack([], WORDS[:1500]), 12000, count)
     assert needed > 500
@@ -86,15 +97,21 @@ def test_questions_are_asked_about_their_documents_among_others(length: int, lea
     assert len(shown) >= least
     first = int(re.findall(r"What is in (\d+)", sample.prompt)[0])
     assert {first, first + 1} <= {*shown}
-    assert {first + 2, first + 3} <= {*shown} or len(shown) < 4, "documents that are near come first"
+    assert {first + 2, first + 3} <= {*shown} or len(shown) < 4, (
+        "documents that are near come first"
+    )
     assert len({*shown}) == min(len(shown), 30)
 
 
 @pytest.mark.parametrize("name", [name for name in RULER_TASKS if name.startswith("niah")])
 def test_needles_state_the_answers_of_the_asked_keys(name: str) -> None:
     sample = draw(name, 3000)
-    stated = re.findall(r"One of the special magic (numbers|uuids) for ([\w-]+) is: ([\w-]+)\.", sample.prompt)
-    asked = re.search(r"special magic \w+ for (.+) mentioned in the provided text (?:is|are)$", sample.begun)
+    stated = re.findall(
+        r"One of the special magic (numbers|uuids) for ([\w-]+) is: ([\w-]+)\.", sample.prompt
+    )
+    asked = re.search(
+        r"special magic \w+ for (.+) mentioned in the provided text (?:is|are)$", sample.begun
+    )
     assert asked is not None
     keys = re.split(r",? and |, ", asked[1])
     assert sorted(value for _, key, value in stated if key in keys) == sorted(sample.answers)
@@ -102,7 +119,11 @@ def test_needles_state_the_answers_of_the_asked_keys(name: str) -> None:
     answers, needles = expected.get(name, (1, len(stated) if "multikey" in name else 1))
     assert (len(sample.answers), len(stated)) == (answers, needles)
     assert needles > 20 or name not in ("niah_multikey_2", "niah_multikey_3")
-    pattern = r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}" if name in ("niah_single_3", "niah_multikey_3") else r"\d{7}"
+    pattern = (
+        r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+        if name in ("niah_single_3", "niah_multikey_3")
+        else r"\d{7}"
+    )
     assert all(re.fullmatch(pattern, answer) for answer in sample.answers)
 
 
@@ -118,7 +139,9 @@ def test_variables_of_the_chain_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("length", "often", "seldom"), [(2000, 6, 1), (6000, 30, 3)])
-def test_common_words_are_repeated_as_often_as_in_the_paper(length: int, often: int, seldom: int) -> None:
+def test_common_words_are_repeated_as_often_as_in_the_paper(
+    length: int, often: int, seldom: int
+) -> None:
     sample = draw("cwe", length)
     listed = sample.prompt.rpartition("most often.\n")[2].partition("\nQuestion")[0]
     counts = Counter(re.findall(r"\d+\. (\w+)", listed))

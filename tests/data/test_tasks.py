@@ -1,4 +1,6 @@
-"""Retrieval tasks: the answers follow from the facts, and sequences weight only what can be predicted."""
+"""Retrieval tasks: the answers follow from the facts, and sequences weight only what can be
+predicted.
+"""
 
 import re
 from collections import Counter
@@ -9,15 +11,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msattn.trainer.data.tasks import exercises, grammar, sequences
-from msattn.trainer.data.tasks.sequences import NAMES, TaskSequences, answer_weight, crop_from, insert_spans, needle_prompt
+from msattn.trainer.data.tasks.sequences import (
+    NAMES,
+    TaskSequences,
+    answer_weight,
+    crop_from,
+    insert_spans,
+    needle_prompt,
+)
 from msattn.trainer.data.tasks.wordings import HELD_OUT, TRAINING, Wording, enumerated
 from tests.factory import embedded_tokenizer
 
 TOKENIZER = embedded_tokenizer()
-TEXT = np.array(TOKENIZER.encode(" some words that stand for text, and more of them" * 1000, add_special_tokens=False))
+TEXT = np.array(
+    TOKENIZER.encode(
+        " some words that stand for text, and more of them" * 1000, add_special_tokens=False
+    )
+)
 SEQUENCES = TaskSequences(TOKENIZER, crop_from(TEXT))
 SEEDS, ROOMS = st.integers(0, 2**32), st.integers(64, 8192)
-VALUE = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b|\d+")  # an identifier or a number
+# an identifier or a number
+VALUE = re.compile(r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b|\d+")
 
 
 def text_of(ids: np.ndarray) -> str:
@@ -45,9 +59,20 @@ def test_wordings_name_their_keys_and_values() -> None:
 
 
 def test_held_out_wordings_are_not_trained() -> None:
-    trained = {text for wording in TRAINING for text in (wording.statement, wording.question, wording.plural)}
-    assert trained.isdisjoint(text for wording in HELD_OUT for text in (wording.statement, wording.question, wording.plural))
-    composed = {grammar.compose(np.random.default_rng(seed), SEQUENCES.words).statement for seed in range(1500)}
+    trained = {
+        text
+        for wording in TRAINING
+        for text in (wording.statement, wording.question, wording.plural)
+    }
+    assert trained.isdisjoint(
+        text
+        for wording in HELD_OUT
+        for text in (wording.statement, wording.question, wording.plural)
+    )
+    composed = {
+        grammar.compose(np.random.default_rng(seed), SEQUENCES.words).statement
+        for seed in range(1500)
+    }
     assert len(composed) > 1000
     for held_out in HELD_OUT:
         # What stands between key and value decides how far a model must look.
@@ -65,9 +90,12 @@ def test_answers_of_needles_are_the_values_of_the_keys(seed: int, room: int, nam
     for question, answer in exercise.turns:
         values = VALUE.findall(answer)
         assert enumerated(values) == answer
-        stated = [fact for fact in exercise.facts for value in VALUE.findall(fact) if value in values]
+        stated = [
+            fact for fact in exercise.facts for value in VALUE.findall(fact) if value in values
+        ]
         assert len(stated) == len(values) == len(set(values))
-        # Each fact that states a value has a key of the question: words of both that no other fact's key has.
+        # Each fact that states a value has a key of the question: words of both that no other
+        # fact's key has.
         for fact in stated:
             assert any(holds(word, question) for word in re.findall(r"[\w-]+", fact))
     if name == "several_values":
@@ -83,7 +111,9 @@ def test_pairs_are_in_one_list(seed: int, room: int) -> None:
     exercise = draw("pairs", seed, room)
     (fact,) = exercise.facts
     assert 1 <= len(exercise.turns) <= 16
-    assert all(len(re.findall(rf"(?<![\w-]){answer}(?![\w-])", fact)) == 1 for _, answer in exercise.turns)
+    assert all(
+        len(re.findall(rf"(?<![\w-]){answer}(?![\w-])", fact)) == 1 for _, answer in exercise.turns
+    )
 
 
 @given(SEEDS, ROOMS)
@@ -96,7 +126,9 @@ def test_tracked_variables_hold_the_number(seed: int, room: int) -> None:
         values[name] = values[other[0]] if other else VALUE.findall(fact)[0]
     for question, answer in exercise.turns:
         (number,) = set(VALUE.findall(question))
-        assert sorted(re.findall(r"[A-Z]{2,}", answer)) == sorted(name for name, value in values.items() if value == number)
+        assert sorted(re.findall(r"[A-Z]{2,}", answer)) == sorted(
+            name for name, value in values.items() if value == number
+        )
 
 
 @given(SEEDS, ROOMS, st.sampled_from(["tracking", "common_words", "frequent_words"]))
@@ -106,7 +138,9 @@ def test_examples_are_solved_exercises_of_the_same_form(seed: int, room: int, na
     if not exercise.example:
         return
     question, answer = exercise.turns[0]
-    found = re.search(f"(?:{VALUE.pattern})".join(map(re.escape, VALUE.split(question))), exercise.example)
+    found = re.search(
+        f"(?:{VALUE.pattern})".join(map(re.escape, VALUE.split(question))), exercise.example
+    )
     assert found is not None  # the same question, of another number
     fact, solution = exercise.example[: found.start()], exercise.example[found.end() :]
     if name == "tracking":
@@ -116,7 +150,9 @@ def test_examples_are_solved_exercises_of_the_same_form(seed: int, room: int, na
     else:
         counts = Counter(re.findall(r"[A-Za-z]+", fact))
         named = re.findall(r"[A-Za-z]+", solution)
-        assert min(counts[word] for word in named) >= max((counts[word] for word in counts.keys() - named), default=0)
+        assert min(counts[word] for word in named) >= max(
+            (counts[word] for word in counts.keys() - named), default=0
+        )
     separators = {re.sub(r"\w+", "", listed.strip())[:1] for listed in (solution, answer)}
     assert len(separators - {""}) <= 1  # lists of one form
 
@@ -157,8 +193,15 @@ def test_sequences_fill_their_length_and_weight_answers(seed: int, length: int, 
 
 
 def test_long_sequences_have_several_exercises() -> None:
-    """As many as they have thousands of tokens, often fewer; one if its question is about a list."""
-    for name, most in (("needles", 8 * 4), ("tracking", 3 * 4), ("frequent_words", 1), ("several_keys", 4)):
+    """As many as they have thousands of tokens, often fewer; one if its question is about a
+    list.
+    """
+    for name, most in (
+        ("needles", 8 * 4),
+        ("tracking", 3 * 4),
+        ("frequent_words", 1),
+        ("several_keys", 4),
+    ):
         turns = []
         for seed in range(20):
             ids, weights = SEQUENCES.make(name, np.random.default_rng(seed), 8192)
@@ -181,7 +224,8 @@ def test_copies_repeat_a_passage_and_weight_only_predictable_tokens(seed: int) -
     starts = iter(range(0, 10**6, 1000))
 
     def crop(rng: np.random.Generator, length: int) -> np.ndarray:
-        return np.arange(length) + next(starts)  # tokens below 1000 are the passage's, above are text
+        # tokens below 1000 are the passage's, above are text
+        return np.arange(length) + next(starts)
 
     ids, weights = sequences.copies(np.random.default_rng(seed), 512, crop)
     in_passage = ids < 1000
@@ -206,7 +250,9 @@ def test_copies_repeat_a_passage_and_weight_only_predictable_tokens(seed: int) -
 def test_needle_prompts_have_the_given_length_and_depth(
     seed: int, length: int, count: int, depth: float | None, wording: Wording
 ) -> None:
-    make = partial(needle_prompt, length=length, crop=crop_from(TEXT), tokenizer=TOKENIZER, wording=wording)
+    make = partial(
+        needle_prompt, length=length, crop=crop_from(TEXT), tokenizer=TOKENIZER, wording=wording
+    )
     prompt = make(np.random.default_rng(seed), count=count, depth=depth)
     assert prompt.ids.shape == (length,)
     whole, answer = text_of(prompt.ids), text_of(prompt.ids[-prompt.answer_tokens :])
@@ -214,17 +260,27 @@ def test_needle_prompts_have_the_given_length_and_depth(
     assert whole.endswith(f" {prompt.question}{answer}")
     assert whole.count(f" {prompt.statement}") >= 1
     assert answer.strip() in prompt.statement
-    pattern = re.escape(wording.statement).replace(r"\{key\}", r"([a-z]+ [a-z]+)").replace(r"\{value\}", r"(\d{5})")
+    pattern = (
+        re.escape(wording.statement)
+        .replace(r"\{key\}", r"([a-z]+ [a-z]+)")
+        .replace(r"\{value\}", r"(\d{5})")
+    )
     hidden = re.findall(pattern, whole.removesuffix(f" {prompt.question}{answer}"))
     assert len(hidden) == len({key for key, _ in hidden}) == count
     if depth is not None and count == 1:
-        before, after = whole.removesuffix(f" {prompt.question}{answer}").split(f" {prompt.statement}")
-        first, total = before.count(" "), before.count(" ") + after.count(" ")  # words before the needle, and of the text
+        before, after = whole.removesuffix(f" {prompt.question}{answer}").split(
+            f" {prompt.statement}"
+        )
+        # words before the needle, and of the text
+        first, total = before.count(" "), before.count(" ") + after.count(" ")
         assert first == round(depth * (total - 1))
 
 
 def test_spans_at_one_position_keep_their_order() -> None:
-    spans = [sequences.Span(at, np.array([id]), np.array([0.0], np.float32)) for at, id in ((2, 7), (0, 8), (2, 9), (3, 6))]
+    spans = [
+        sequences.Span(at, np.array([id]), np.array([0.0], np.float32))
+        for at, id in ((2, 7), (0, 8), (2, 9), (3, 6))
+    ]
     ids, weights = insert_spans(np.array([1, 2, 3]), spans)
     assert ids.tolist() == [8, 1, 2, 7, 9, 3, 6]
     assert weights.tolist() == [0, 1, 1, 0, 0, 1, 0]

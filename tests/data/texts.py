@@ -13,12 +13,17 @@ import pyarrow
 import pyarrow.parquet
 
 DRAW = random.Random(0)
-WORDS = sorted({"".join(DRAW.choices("abcdefghijklmnop", k=DRAW.randint(4, 9))) for _ in range(3000)})
+WORDS = sorted(
+    {"".join(DRAW.choices("abcdefghijklmnop", k=DRAW.randint(4, 9))) for _ in range(3000)}
+)
 TEXT = " ".join(f"{word}." if place % 9 == 0 else word for place, word in enumerate(WORDS))
 
 
 def paragraph(context: str, *asked: tuple[str, list[str]]) -> dict[str, Any]:
-    return {"context": context, "qas": [{"question": q, "answers": [{"text": a} for a in answers]} for q, answers in asked]}
+    return {
+        "context": context,
+        "qas": [{"question": q, "answers": [{"text": a} for a in answers]} for q, answers in asked],
+    }
 
 
 def write(path: Path, *values: Any) -> str:
@@ -28,8 +33,12 @@ def write(path: Path, *values: Any) -> str:
 
 
 def parquet(encoding: str | None = None, **columns: Any) -> bytes:
-    """Returns the content of a file, whose columns have ``encoding`` instead of a dictionary if one is given."""
-    options: dict[str, Any] = {"use_dictionary": False, "column_encoding": encoding} if encoding else {}
+    """Returns the content of a file, whose columns have ``encoding`` instead of a dictionary if one
+    is given.
+    """
+    options: dict[str, Any] = (
+        {"use_dictionary": False, "column_encoding": encoding} if encoding else {}
+    )
     stream = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table(columns), stream, row_group_size=7, **options)
     return stream.getvalue()
@@ -39,4 +48,9 @@ def zstd(content: bytes) -> bytes:
     return pyarrow.compress(content, codec="zstd", asbytes=True)
 
 
-COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd}
+COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".zst": zstd,
+}

@@ -17,21 +17,46 @@ from tests.sparse import save
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder with a text of plain words, the haystack."""
     folder = tmp_path_factory.mktemp("text")
-    words = ["the", "river", "ran", "past", "an", "old", "mill", "and", "nobody", "knew", "where", "it", "came", "from"]
-    (folder / "essay.txt").write_text(" ".join(words[i * i % len(words)] for i in range(4000)), encoding="utf-8")
+    words = [
+        "the",
+        "river",
+        "ran",
+        "past",
+        "an",
+        "old",
+        "mill",
+        "and",
+        "nobody",
+        "knew",
+        "where",
+        "it",
+        "came",
+        "from",
+    ]
+    (folder / "essay.txt").write_text(
+        " ".join(words[i * i % len(words)] for i in range(4000)), encoding="utf-8"
+    )
     return str(folder)
 
 
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
     """A random Llama of two layers with the embedded model's tokenizer."""
-    cfg = ModelConfig(name="rand", path="embedded", init="random", architecture=tiny_architecture(vocab_size=4096))
-    return Loaded(tiny_model(vocab_size=4096), (found := models.load(cfg, device="cpu")).tokenizer, found.fingerprint)
+    cfg = ModelConfig(
+        name="rand", path="embedded", init="random", architecture=tiny_architecture(vocab_size=4096)
+    )
+    return Loaded(
+        tiny_model(vocab_size=4096),
+        (found := models.load(cfg, device="cpu")).tokenizer,
+        found.fingerprint,
+    )
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An output folder with an untrained gate and random centroids for the model of :func:`config`."""
+    """An output folder with an untrained gate and random centroids for the model of
+    :func:`config`.
+    """
     outputs = tmp_path_factory.mktemp("outputs")
     model = models.load(config(outputs, "unused").model, device="cpu")
     gate = Gate.build(model.model.config, GateConfig(block_size=16))

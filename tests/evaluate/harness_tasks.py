@@ -17,14 +17,23 @@ GENERATED = {
 }
 
 
-def write_task(folder: Path, name: str, rows: list[dict[str, Any]] | None = None, **keys: Any) -> None:
+def write_task(
+    folder: Path, name: str, rows: list[dict[str, Any]] | None = None, **keys: Any
+) -> None:
     """Writes a task, over a file of ``rows`` if they are given."""
-    task: dict[str, Any] = {"task": name, "test_split": "test", "doc_to_text": "{{text}}", "doc_to_target": "{{target}}"}
+    task: dict[str, Any] = {
+        "task": name,
+        "test_split": "test",
+        "doc_to_text": "{{text}}",
+        "doc_to_target": "{{target}}",
+    }
     if rows is not None:
         path = folder / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}}}
-    (folder / f"{name}.yaml").write_text(re.sub("'(!function [^']*)'", r"\1", yaml.safe_dump(task | keys)))
+    (folder / f"{name}.yaml").write_text(
+        re.sub("'(!function [^']*)'", r"\1", yaml.safe_dump(task | keys))
+    )
 
 
 def log_likelihood(loaded: Loaded, tokens: list[int], first: int) -> float:

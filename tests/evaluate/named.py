@@ -10,7 +10,14 @@ from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.question import QuestionScores
 from msattn.trainer.methods.untrained import untrained_router, untrained_scorer
 
-KINDS = [GateScores, QuestionScores, QModel, KMeans, DecodeGate, *(untrained_scorer(name) for name in BASELINES)]
+KINDS = [
+    GateScores,
+    QuestionScores,
+    QModel,
+    KMeans,
+    DecodeGate,
+    *(untrained_scorer(name) for name in BASELINES),
+]
 KINDS += [untrained_router(name) for name in ROUTERS]
 METHODS = {each.name: each for each in (DENSE, WINDOW, *(kind.method for kind in KINDS))}
 

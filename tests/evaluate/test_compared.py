@@ -1,4 +1,6 @@
-"""The methods that an evaluation compares: artifacts of the name, given and shipped ones, baselines, and their settings."""
+"""The methods that an evaluation compares: artifacts of the name, given and shipped ones,
+baselines, and their settings.
+"""
 
 import json
 import shutil
@@ -26,12 +28,16 @@ from tests.evaluate.runs import config
 
 
 @pytest.mark.slow
-def test_shipped_artifacts_replace_missing_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_artifacts_replace_missing_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     paths, notes = _artifact_paths(compose("eval"))
     shipped = ["gate", "kmeans", "qmodel"]  # no decode gates
     assert [tuple(each) for each in paths] == [(kind, SHIPPED / kind, "") for kind in shipped]
-    assert [note.split(":")[0] for note in notes] == [f"There is no {kind} at outputs/tiny/base/{kind}" for kind in shipped]
+    assert [note.split(":")[0] for note in notes] == [
+        f"There is no {kind} at outputs/tiny/base/{kind}" for kind in shipped
+    ]
     for overrides in (["name=mine"], ["model.init=random"], ["model=llama3"]):
         paths, notes = _artifact_paths(compose("eval", overrides))
         assert paths == []
@@ -43,30 +49,53 @@ def test_shipped_artifacts_replace_missing_ones(tmp_path: Path, monkeypatch: pyt
     assert len(notes) == 2
 
 
-def test_given_artifacts_are_compared_with_those_of_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_artifacts_are_compared_with_those_of_the_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for kind in ("gate", "qmodel"):
         shutil.copytree(SHIPPED / kind, f"outputs/tiny/base/{kind}")
     paths, notes = _artifact_paths(compose("eval", ["eval=perplexity", "model=smollm2"]))
-    assert (list(paths), [note.split()[1] for note in notes]) == ([], ["gate"]), "only what the tasks read"
-    cfg = compose("eval", ["artifacts.gate=embedded", "artifacts.qmodel=outputs/tiny/base", "eval.baselines=[quest]"])
-    paths, _ = _artifact_paths(cfg)
-    assert [each[::2] for each in paths] == [("gate", ""), ("gate", "embedded"), ("kmeans", ""), ("qmodel", "")], (
-        "the same folder is measured once"
+    assert (list(paths), [note.split()[1] for note in notes]) == ([], ["gate"]), (
+        "only what the tasks read"
     )
+    cfg = compose(
+        "eval",
+        ["artifacts.gate=embedded", "artifacts.qmodel=outputs/tiny/base", "eval.baselines=[quest]"],
+    )
+    paths, _ = _artifact_paths(cfg)
+    assert [each[::2] for each in paths] == [
+        ("gate", ""),
+        ("gate", "embedded"),
+        ("kmeans", ""),
+        ("qmodel", ""),
+    ], "the same folder is measured once"
     found = [(each, LOADERS[each.kind](each.path)) for each in paths]
     names = [str(method.method) for method in _block_selections(cfg, found)]
-    assert names == ["gate_question", "gate_question, top-k", "gate", "gate_question (embedded)", "quest"]
-    assert [str(method.method) for method in _bucket_routings(cfg, found)] == ["classifier", "k-means"]
+    assert names == [
+        "gate_question",
+        "gate_question, top-k",
+        "gate",
+        "gate_question (embedded)",
+        "quest",
+    ]
+    assert [str(method.method) for method in _bucket_routings(cfg, found)] == [
+        "classifier",
+        "k-means",
+    ]
 
 
-def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Path, text: str) -> None:
+def test_baselines_are_calibrated_on_training_chunks(
+    loaded: Loaded, trained: Path, text: str
+) -> None:
     cfg = config(trained, text, baselines=["quest", "random"])
     cfg = replace(cfg, select=SelectConfig("calibrated", block_size=16))
     found = calibration.calibrate_selections(compared.find_compared(cfg, loaded), cfg, loaded)
     quest = next(method for method in found.block_selections if str(method.method) == "quest")
     train = data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_chunks=CALIBRATION_CHUNKS)
-    expected = calibrate_blocks({"quest": Quest(16)}, loaded.model, [train[i] for i in range(len(train))])["quest"]
+    expected = calibrate_blocks(
+        {"quest": Quest(16)}, loaded.model, [train[i] for i in range(len(train))]
+    )["quest"]
     assert quest.thresholds == expected
     ((label, select),) = quest.settings([0.6])
     assert label == Setting("sparsity", 0.6)
@@ -79,7 +108,10 @@ def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Pa
         perplexity.prefill(loaded, ids)
         assert sparse.stats()["sparsity"] == calibrated
     topk = replace(cfg, select=SelectConfig("topk", block_size=16))
-    assert all(method.thresholds is None for method in compared.find_compared(topk, loaded).block_selections)
+    assert all(
+        method.thresholds is None
+        for method in compared.find_compared(topk, loaded).block_selections
+    )
     decoding = replace(cfg, eval=replace(cfg.eval, tasks=["decoding"]))
     untouched = compared.find_compared(cfg, loaded)
     assert calibration.calibrate_selections(untouched, decoding, loaded) is untouched
@@ -88,18 +120,27 @@ def test_baselines_are_calibrated_on_training_chunks(loaded: Loaded, trained: Pa
 def test_a_gate_without_fitting_thresholds_is_calibrated(
     loaded: Loaded, trained: Path, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Thresholds are measured once for a gate, a text and the blocks that are always read, and kept on disk."""
+    """Thresholds are measured once for a gate, a text and the blocks that are always read, and kept
+    on disk.
+    """
     cfg = config(trained, text, baselines=["quest"])
     text_of_chunks = replace(cfg.data, cache=str(tmp_path), seq_len=256)
-    cfg = replace(cfg, data=text_of_chunks, select=SelectConfig("calibrated", scores="gate", block_size=16))
+    cfg = replace(
+        cfg, data=text_of_chunks, select=SelectConfig("calibrated", scores="gate", block_size=16)
+    )
     passes = []
     monkeypatch.setattr(
-        calibration, "calibrate_blocks", lambda *given, **keys: passes.append(1) or calibrate_blocks(*given, **keys)
+        calibration,
+        "calibrate_blocks",
+        lambda *given, **keys: passes.append(1) or calibrate_blocks(*given, **keys),
     )
 
     def calibrated(cfg: EvalRunConfig) -> dict[str, compared.ComparedSelection]:
         found = calibration.calibrate_selections(compared.find_compared(cfg, loaded), cfg, loaded)
-        assert any(note.startswith("gate: its artifact has no thresholds for this selection") for note in found.notes)
+        assert any(
+            note.startswith("gate: its artifact has no thresholds for this selection")
+            for note in found.notes
+        )
         return {str(method.method): method for method in found.block_selections}
 
     first = calibrated(cfg)
@@ -120,8 +161,12 @@ def test_a_gate_without_fitting_thresholds_is_calibrated(
 
 def test_multiscale_is_compared_with_topk_of_as_many_tokens(tmp_path: Path, text: str) -> None:
     select = SelectConfig(policy="multiscale", shares=[0.2, 0.1, 0.2, 0.4], block_size=16)
-    evaluated = replace(config(tmp_path, text, tasks=["perplexity"], baselines=["oracle"]), select=select)
-    (multiscale, zooms), (whole, topk) = compared.ComparedSelection("oracle", replace(select, scores="oracle")).settings([0.5])
+    evaluated = replace(
+        config(tmp_path, text, tasks=["perplexity"], baselines=["oracle"]), select=select
+    )
+    (multiscale, zooms), (whole, topk) = compared.ComparedSelection(
+        "oracle", replace(select, scores="oracle")
+    ).settings([0.5])
     assert (str(multiscale), str(whole)) == ("shares 0.2 0.1 0.2 0.4", "sparsity 0.65")
     assert zooms == replace(select, scores="oracle")
     assert topk.policy == "topk"
@@ -129,10 +174,13 @@ def test_multiscale_is_compared_with_topk_of_as_many_tokens(tmp_path: Path, text
     results = json.loads((evaluate(evaluated) / "results.json").read_text())
     rows = [row for row in results["rows"] if row["method"] == "oracle"]
     assert [row["setting"] for row in rows] == [str(multiscale), str(whole)]
-    assert rows[0]["sparsity"] == pytest.approx(rows[1]["sparsity"], abs=0.1)  # short rows round their shares
+    # short rows round their shares
+    assert rows[0]["sparsity"] == pytest.approx(rows[1]["sparsity"], abs=0.1)
     assert rows[0]["score"] != rows[1]["score"]
 
 
 def test_policies_without_sparsity_have_one_setting() -> None:
-    block = compared.ComparedSelection("oracle", SelectConfig(policy="nucleus", mass=0.8, scores="oracle", block_size=16))
+    block = compared.ComparedSelection(
+        "oracle", SelectConfig(policy="nucleus", mass=0.8, scores="oracle", block_size=16)
+    )
     assert block.settings([0.5, 0.9]) == [(Setting("nucleus", 0.8), block.select)]

@@ -1,4 +1,6 @@
-"""The evaluation job on a small random model: full reads equal dense attention, and results are replaced as a whole."""
+"""The evaluation job on a small random model: full reads equal dense attention, and results are
+replaced as a whole.
+"""
 
 import json
 from collections.abc import Iterator
@@ -26,9 +28,24 @@ def test_all_tasks_with_artifacts(trained: Path, text: str) -> None:
     folder = evaluate(cfg)
     assert folder == trained / "rand" / "base" / "eval"
     written = {path.name for path in folder.iterdir()}
-    names = ["tradeoff", "perplexity", "recall", "recall_heads", "recall_maps", "recall_decoded", "needle", "needle_grid"]
+    names = [
+        "tradeoff",
+        "perplexity",
+        "recall",
+        "recall_heads",
+        "recall_maps",
+        "recall_decoded",
+        "needle",
+        "needle_grid",
+    ]
     figures = {f"{name}.{suffix}" for name in names for suffix in ("png", "svg")}
-    assert written == figures | {"tradeoff_phone.svg", "results.json", "results.csv", "report.html", "metrics.jsonl"}
+    assert written == figures | {
+        "tradeoff_phone.svg",
+        "results.json",
+        "results.csv",
+        "report.html",
+        "metrics.jsonl",
+    }
 
     results = json.loads((folder / "results.json").read_text())
     assert results["config"] == json.loads(json.dumps(asdict(cfg)))
@@ -36,7 +53,8 @@ def test_all_tasks_with_artifacts(trained: Path, text: str) -> None:
     rows = {(row["task"], row["method"], row["setting"]): row for row in results["rows"]}
     assert len(rows) == len(results["rows"])
 
-    for method in ("gate_question", "gate", "oracle", "sink_local"):  # at sparsity 0 equal to dense attention
+    # at sparsity 0 equal to dense attention
+    for method in ("gate_question", "gate", "oracle", "sink_local"):
         full = rows["perplexity", method, "sparsity 0"]
         assert full["ratio_to_dense"] == pytest.approx(1, abs=1e-5)
         assert full["recall"] == pytest.approx(1, abs=1e-5)
@@ -45,8 +63,13 @@ def test_all_tasks_with_artifacts(trained: Path, text: str) -> None:
         assert rows["recall", method, "sparsity 0"]["extra"]["output_error"] < 1e-9
         part = rows["recall", method, "sparsity 0.6"]
         assert 0.2 < part["selectivity"] < 0.6
-        assert part["sparsity"] == pytest.approx(rows["perplexity", method, "sparsity 0.6"]["sparsity"], abs=1e-6)
-    scores = {method: rows["recall", method, "sparsity 0.6"]["score"] for method in ("oracle", "sink_local")}
+        assert part["sparsity"] == pytest.approx(
+            rows["perplexity", method, "sparsity 0.6"]["sparsity"], abs=1e-6
+        )
+    scores = {
+        method: rows["recall", method, "sparsity 0.6"]["score"]
+        for method in ("oracle", "sink_local")
+    }
     assert scores["sink_local"] < scores["oracle"] < 1
 
     for routing in ("k-means", "oracle routing"):  # with all buckets equal to dense attention
@@ -59,16 +82,25 @@ def test_all_tasks_with_artifacts(trained: Path, text: str) -> None:
     assert one["k-means"]["score"] <= one["oracle routing"]["score"]
     assert rows["needle", "k-means", f"{BUCKETS} probes"]["selectivity"] == pytest.approx(1)
     window = rows["needle", str(WINDOW), "0 probes"]["selectivity"]
-    assert 17 / 192 < window < 80 / 192  # sink, recent, and decoded tokens that are in no bucket list yet
-    assert all(row["latency_s"] > 0 and row["peak_memory_mb"] > 0 for key, row in rows.items() if key[0] != "recall")
+    # sink, recent, and decoded tokens that are in no bucket list yet
+    assert 17 / 192 < window < 80 / 192
+    assert all(
+        row["latency_s"] > 0 and row["peak_memory_mb"] > 0
+        for key, row in rows.items()
+        if key[0] != "recall"
+    )
 
 
-def test_baselines_run_without_artifacts(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_baselines_run_without_artifacts(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     cfg = config(tmp_path, text, tasks=["perplexity"], baselines=["mean_pool"])
     results = json.loads((evaluate(cfg) / "results.json").read_text())
     assert [row["method"] for row in results["rows"]] == ["dense", "mean_pool", "mean_pool"]
     about = [note.split()[1] for note in results["notes"]]
-    assert about == ["gate", "tokens:"], "the task reads nothing else; blocks that are always read exceed a share"
+    assert about == ["gate", "tokens:"], (
+        "the task reads nothing else; blocks that are always read exceed a share"
+    )
     shown = capsys.readouterr().out
     assert "msattn train-gate --model" in shown
     assert "mean pooling" in shown
@@ -100,11 +132,20 @@ def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
     cfg = config(trained, text)
     own = cfg.eval
     long = replace(own, tasks=["perplexity"], perplexity=replace(own.perplexity, length=512))
-    many = replace(own, tasks=["needle"], baselines=[], needle=replace(own.needle, probes=[BUCKETS + 1]))
+    many = replace(
+        own, tasks=["needle"], baselines=[], needle=replace(own.needle, probes=[BUCKETS + 1])
+    )
     short = replace(own, tasks=["needle"], baselines=[], needle=replace(own.needle, lengths=[24]))
-    served = replace(own, tasks=["throughput"], baselines=[], throughput=ThroughputConfig(lengths=[250], tokens=7))
+    served = replace(
+        own,
+        tasks=["throughput"],
+        baselines=[],
+        throughput=ThroughputConfig(lengths=[250], tokens=7),
+    )
     timed = replace(own, tasks=["latency"], baselines=[], latency=LatencyConfig(lengths=[512]))
-    deeper = replace(cfg.model, architecture={**(cfg.model.architecture or {}), "num_hidden_layers": 3})
+    deeper = replace(
+        cfg.model, architecture={**(cfg.model.architecture or {}), "num_hidden_layers": 3}
+    )
     (tmp_path / "file").write_text("")
     for message, changes in {
         "512": {"eval": long},
@@ -128,15 +169,29 @@ def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_is_a_users_error() -> None:
     """For example fp16 that overflows."""
     run = PerplexityRun([float("nan")], [0.0], [1.0], seconds=[1.0], peak_mb=1.0, sparsity=0.5)
-    with pytest.raises(UserError, match=r"gate sparsity 0\.5: the loss is nan; dtype=float32 may help"):
-        perplexity.as_row("perplexity", MethodSetting("gate", Setting("sparsity", 0.5), nullcontext), run, run, 1.0, 64)
+    with pytest.raises(
+        UserError, match=r"gate sparsity 0\.5: the loss is nan; dtype=float32 may help"
+    ):
+        perplexity.as_row(
+            "perplexity",
+            MethodSetting("gate", Setting("sparsity", 0.5), nullcontext),
+            run,
+            run,
+            1.0,
+            64,
+        )
 
 
 @pytest.mark.slow
-def test_evaluation_reads_only_held_out_documents(loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_reads_only_held_out_documents(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(40):
         (tmp_path / f"{number}.txt").write_text(f"document {number} " * 300)
-    cfg = replace(config(tmp_path / "out", str(tmp_path)), data=DataConfig("text", path=str(tmp_path), seq_len=64))
+    cfg = replace(
+        config(tmp_path / "out", str(tmp_path)),
+        data=DataConfig("text", path=str(tmp_path), seq_len=64),
+    )
     trained_on = {d.name for d in data.documents(cfg.data, heldout=False)}
     seen: set[str] = set()
 

@@ -22,7 +22,16 @@ from tests.running import WORDS
 TIMES = ("latency_s", "peak_memory_mb")
 EXTRA = {"by": {"0.5": [1, 2]}}
 BOUNDS = (0.0, float("inf"))
-ROW = EvalRow("ruler", named("gate"), Setting("sparsity", 0.5), 0.1, "share", interval=BOUNDS, samples=3, extra=EXTRA)
+ROW = EvalRow(
+    "ruler",
+    named("gate"),
+    Setting("sparsity", 0.5),
+    0.1,
+    "share",
+    interval=BOUNDS,
+    samples=3,
+    extra=EXTRA,
+)
 
 
 def rows_of(folder: Path) -> list[dict]:
@@ -43,7 +52,12 @@ def tasks_of(text: str, outputs: Path) -> EvalRunConfig:
         routers=["random", "lsh", "quest"],
         documents=DocumentsConfig(lengths=[64], num_documents=2, sparsities=[0.5]),
         ruler=RulerConfig(
-            lengths=[600], samples=1, tasks=["niah_single_1"], haystack=str(outputs / "words.txt"), sparsities=[0.5], probes=[1]
+            lengths=[600],
+            samples=1,
+            tasks=["niah_single_1"],
+            haystack=str(outputs / "words.txt"),
+            sparsities=[0.5],
+            probes=[1],
         ),
     )
     long = {**(cfg.model.architecture or {}), "max_position_embeddings": 1024}
@@ -59,7 +73,12 @@ def test_an_interrupted_evaluation_continues_to_the_same_rows(
     cfg = tasks_of(text, tmp_path / "stopped")
     partial = tmp_path / "stopped" / "rand" / "base" / "eval.rows"
     measured = []
-    for module, name in ((perplexity, "measure"), (needle, "prefill_samples"), (needle, "decode_samples"), (ruler, "answer")):
+    for module, name in (
+        (perplexity, "measure"),
+        (needle, "prefill_samples"),
+        (needle, "decode_samples"),
+        (ruler, "answer"),
+    ):
         once, calls = getattr(module, name), 0
 
         def stopping(*given: object, once=once, **options: object) -> object:
@@ -73,9 +92,16 @@ def test_an_interrupted_evaluation_continues_to_the_same_rows(
         with monkeypatch.context() as patch:
             patch.setattr(module, name, stopping)
             capsys.readouterr()
-            with pytest.raises(KeyboardInterrupt, match=r"\d rows are kept: the same command with resume=true continues after"):
+            with pytest.raises(
+                KeyboardInterrupt,
+                match=r"\d rows are kept: the same command with resume=true continues after",
+            ):
                 evaluate(cfg)
-            assert re.search(r"Perplexity of held-out text.*mean pooling +sparsity 0 ", capsys.readouterr().out, re.DOTALL)
+            assert re.search(
+                r"Perplexity of held-out text.*mean pooling +sparsity 0 ",
+                capsys.readouterr().out,
+                re.DOTALL,
+            )
         cfg = replace(cfg, resume=True)
     assert rows_of(evaluate(cfg)) == whole
     assert not partial.exists()
@@ -109,7 +135,12 @@ def test_changed_text_is_another_setting(tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text("one text")
     (tmp_path / "hay.txt").write_text("words")
     tasks = ["perplexity", "ruler"]
-    cfg = config(tmp_path, str(tmp_path / "held.txt"), tasks=tasks, ruler=RulerConfig(haystack=str(tmp_path / "hay.txt")))
+    cfg = config(
+        tmp_path,
+        str(tmp_path / "held.txt"),
+        tasks=tasks,
+        ruler=RulerConfig(haystack=str(tmp_path / "hay.txt")),
+    )
     found = [texts_hash(cfg)]
     for name in ("held.txt", "hay.txt"):
         assert texts_hash(cfg) == found[-1]
@@ -120,14 +151,32 @@ def test_changed_text_is_another_setting(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("task", "init", "lines"),
-    [("perplexity", "random", 1), ("latency", "random", 0), ("latency", "pretrained", 1), ("decoding", "pretrained", 0)],
+    [
+        ("perplexity", "random", 1),
+        ("latency", "random", 0),
+        ("latency", "pretrained", 1),
+        ("decoding", "pretrained", 0),
+    ],
 )
 def test_text_that_nobody_chose_is_named_if_a_task_reads_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], task: str, init: str, lines: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    task: str,
+    init: str,
+    lines: int,
 ) -> None:
     cfg = config(tmp_path, "unused", tasks=[task])
     cfg = replace(cfg, data=DataConfig(None, seq_len=160), model=replace(cfg.model, init=init))
     monkeypatch.setattr(models, "describe", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         evaluate(cfg)
-    assert len(re.findall(r"no text was chosen, so eval reads .*standard library; --data ", capsys.readouterr().err)) == lines
+    assert (
+        len(
+            re.findall(
+                r"no text was chosen, so eval reads .*standard library; --data ",
+                capsys.readouterr().err,
+            )
+        )
+        == lines
+    )

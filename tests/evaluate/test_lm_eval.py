@@ -21,18 +21,34 @@ SERVED: dict[str, Any] = {"gate": "embedded", "select": "topk", "sparsity": 0.8,
 
 @pytest.fixture
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    """Runs a task of one request; returns its log-likelihood, and the results' record of the model."""
+    """Runs a task of one request; returns its log-likelihood, and the results' record of the
+    model.
+    """
     write_task(folder, "river", [{"text": TEXT, "target": " whence"}], output_type="loglikelihood")
 
     def run(**arguments: Any) -> tuple[float, dict[str, Any]]:
-        model = ",".join(f"{name}={value}" for name, value in ({"pretrained": EMBEDDED_MODEL} | arguments).items())
+        model = ",".join(
+            f"{name}={value}"
+            for name, value in ({"pretrained": EMBEDDED_MODEL} | arguments).items()
+        )
         out = folder.parent / "out"
-        words = ["--model", "msattn", "--model_args", model, "--tasks", "river", "--include_path", str(folder)]
+        words = [
+            "--model",
+            "msattn",
+            "--model_args",
+            model,
+            "--tasks",
+            "river",
+            "--include_path",
+            str(folder),
+        ]
         words += ["--device", "cpu", "--output_path", str(out), "--log_samples"]
         monkeypatch.setattr(sys, "argv", ["lm_eval", *words])
         lm_eval.main()
         (samples,), (results,) = out.rglob("samples_*.jsonl"), out.rglob("results_*.json")
-        return float(json.loads(samples.read_text())["filtered_resps"][0][0]), json.loads(results.read_text())["config"]
+        return float(json.loads(samples.read_text())["filtered_resps"][0][0]), json.loads(
+            results.read_text()
+        )["config"]
 
     return run
 
@@ -47,7 +63,9 @@ def test_a_task_is_answered_as_by_attach(run) -> None:
     with msattn.attach(model, **SERVED) as sparse:
         expected = log_likelihood(Loaded(model, tokenizer, {}), tokens, len(prompt))
     assert found == pytest.approx(expected, abs=1e-3)
-    assert found != pytest.approx(log_likelihood(Loaded(model, tokenizer, {}), tokens, len(prompt)), abs=1e-3)
+    assert found != pytest.approx(
+        log_likelihood(Loaded(model, tokenizer, {}), tokens, len(prompt)), abs=1e-3
+    )
     assert record["msattn"]["sparsity"] == pytest.approx(sparse.stats()["sparsity"])
 
 
@@ -64,13 +82,19 @@ def test_mistakes_are_named(arguments: dict[str, Any], says: str) -> None:
 
     lm_eval.register()
     with pytest.raises(UserError, match=says):
-        get_model("msattn").create_from_arg_obj({"pretrained": str(EMBEDDED_MODEL), "device": "cpu"} | arguments)
+        get_model("msattn").create_from_arg_obj(
+            {"pretrained": str(EMBEDDED_MODEL), "device": "cpu"} | arguments
+        )
 
 
-def test_errors_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
     monkeypatch.setattr(lm_eval, "register", lm_eval.register.__wrapped__)
     with pytest.raises(SystemExit) as ended:
         lm_eval.main()
     assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith("msattn: lm_eval is not installed; pip install 'msattn[harness]'")
+    assert capsys.readouterr().err.startswith(
+        "msattn: lm_eval is not installed; pip install 'msattn[harness]'"
+    )

@@ -1,4 +1,6 @@
-"""``eval.routers`` and ``eval.key_shares``: training-free routers beside the k-means, at equal shares of the keys."""
+"""``eval.routers`` and ``eval.key_shares``: training-free routers beside the k-means, at equal
+shares of the keys.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +22,12 @@ PRESET_BUCKETS = 8
 
 def routed_config(outputs: Path, text: str, **changes: Any) -> EvalRunConfig:
     """A small configuration with all routers of :data:`PRESET_BUCKETS` buckets, in all layers."""
-    routers = ["window", *(name for name in ROUTERS if name != "window")]  # the oracle chooses among buckets of the first
+    # the oracle chooses among buckets of the first
+    routers = ["window", *(name for name in ROUTERS if name != "window")]
     cfg = config(outputs, text, **{"routers": routers, "baselines": [], **changes})
-    model = replace(cfg.model, presets=replace(cfg.model.presets, num_buckets=PRESET_BUCKETS, probes=2))
+    model = replace(
+        cfg.model, presets=replace(cfg.model.presets, num_buckets=PRESET_BUCKETS, probes=2)
+    )
     return replace(cfg, model=model, dense_layers=[])
 
 
@@ -37,24 +42,42 @@ def test_recall_of_quest_and_window_is_the_mass_of_their_pages(tmp_path: Path, t
     shares: dict[str, list[float]] = {"Quest pages": [], "sink and window": []}
 
     def measure(x: LayerInputs) -> None:
-        for position in torch.linspace(recent + sink, x.num_keys - 1, sizes.num_queries).round().int().tolist():
+        for position in (
+            torch.linspace(recent + sink, x.num_keys - 1, sizes.num_queries).round().int().tolist()
+        ):
             far = -(-(position + 1 - recent) // 16)
             count = max(1, int(3 * far / PRESET_BUCKETS + 0.5))
             key = torch.arange(x.num_keys)
             for head in range(2):
                 q, k = x.q[0, 2 * head : 2 * head + 2, position], x.k[0, head]
-                bounds = [torch.maximum(q * part.amax(0), q * part.amin(0)).sum() for part in k.split(16)[:far]]
-                for name, scores in (("Quest pages", torch.stack(bounds)), ("sink and window", torch.arange(far))):
-                    read = torch.isin(key // 16, scores.topk(count).indices) | (key < sink) | (key > position - recent)
+                bounds = [
+                    torch.maximum(q * part.amax(0), q * part.amin(0)).sum()
+                    for part in k.split(16)[:far]
+                ]
+                for name, scores in (
+                    ("Quest pages", torch.stack(bounds)),
+                    ("sink and window", torch.arange(far)),
+                ):
+                    read = (
+                        torch.isin(key // 16, scores.topk(count).indices)
+                        | (key < sink)
+                        | (key > position - recent)
+                    )
                     read &= key <= position
-                    weights = (q @ k.mT * x.scale).masked_fill(key > position, -torch.inf).softmax(-1)
+                    weights = (
+                        (q @ k.mT * x.scale).masked_fill(key > position, -torch.inf).softmax(-1)
+                    )
                     expected[name] += (weights * read).sum(-1).tolist()
                     shares[name].append(read.sum().item() / (position + 1))
 
     measured_on_a_chunk(cfg, loaded, measure)
     for name in expected:
-        assert rows[name].score == pytest.approx(sum(expected[name]) / len(expected[name]), rel=1e-4)
-        assert rows[name].selectivity == pytest.approx(sum(shares[name]) / len(shares[name]), rel=1e-4)
+        assert rows[name].score == pytest.approx(
+            sum(expected[name]) / len(expected[name]), rel=1e-4
+        )
+        assert rows[name].selectivity == pytest.approx(
+            sum(shares[name]) / len(shares[name]), rel=1e-4
+        )
 
 
 def test_a_number_of_probes_stands_for_a_share_within_a_quarter(
@@ -67,9 +90,12 @@ def test_a_number_of_probes_stands_for_a_share_within_a_quarter(
     found = match_key_shares(before, cfg, loaded)
     assert found.bucket_routings[0].by_share == {0.05: 2, 0.1: 3}
     assert found.notes[-1:] == [
-        "LSH: probes by share of the keys, on training text: 1 for 0.02 (reads 0.014), 2 for 0.05 (reads 0.062), "
+        "LSH: probes by share of the keys, on training text: 1 for 0.02 (reads 0.014), 2 for 0.05 "
+        "(reads 0.062), "
         "3 for 0.1 (reads 0.09); not measured: 0.02"
     ]
     without = replace(cfg, eval=replace(cfg.eval, key_shares=[]))
     assert match_key_shares(before, without, loaded) is before
-    assert (1 + calibration.FARTHEST) / (1 - calibration.FARTHEST) < 2, "no number stands for a share and for its double"
+    assert (1 + calibration.FARTHEST) / (1 - calibration.FARTHEST) < 2, (
+        "no number stands for a share and for its double"
+    )

@@ -15,7 +15,10 @@ from msattn.trainer.methods.base import DENSE
 
 
 def test_every_module_with_a_record_has_a_section() -> None:
-    modules = {each.name: import_module(f"{tasks.__name__}.{each.name}") for each in iter_modules(tasks.__path__)}
+    modules = {
+        each.name: import_module(f"{tasks.__name__}.{each.name}")
+        for each in iter_modules(tasks.__path__)
+    }
     assert {name for name, module in modules.items() if hasattr(module, "TASK")} == {*TASKS}
 
 
@@ -28,7 +31,8 @@ def test_a_record_fits_its_section(name: str) -> None:
         assert lengths_of(section)
         assert "blocks" not in task.reads or section.sparsities
     assert {*task.hidden} <= {*COMMON_COLUMNS}
-    assert task.quality is None or ("%" in task.form) == (task.quality.better == 1)  # a perplexity is no share
+    # a perplexity is no share
+    assert task.quality is None or ("%" in task.form) == (task.quality.better == 1)
 
 
 def test_a_summary_keeps_lengths_batches_and_benchmarks_apart() -> None:

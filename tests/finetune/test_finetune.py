@@ -1,4 +1,6 @@
-"""The job of msattn finetune on a small random model: the folders written, resumption, refusals, several ranks."""
+"""The job of msattn finetune on a small random model: the folders written, resumption, refusals,
+several ranks.
+"""
 
 import json
 import shutil
@@ -13,7 +15,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from msattn.trainer import artifacts, models
-from msattn.trainer.config import ArtifactsConfig, FinetuneConfig, FinetuneTrainConfig, GateConfig, ModelConfig, SelectConfig
+from msattn.trainer.config import (
+    ArtifactsConfig,
+    FinetuneConfig,
+    FinetuneTrainConfig,
+    GateConfig,
+    ModelConfig,
+    SelectConfig,
+)
 from msattn.trainer.errors import UserError
 from msattn.trainer.finetune import run as job
 from msattn.trainer.finetune.run import finetune
@@ -28,14 +37,24 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
 def run_config(root: Path, name: str = "finetuned", **changes) -> FinetuneConfig:
-    """Settings for two layers and chunks of 96 tokens, 32 more than the model has positions without YaRN."""
+    """Settings for two layers and chunks of 96 tokens, 32 more than the model has positions without
+    YaRN.
+    """
     architecture = tiny_architecture(vocab_size=4096, max_position_embeddings=64)
     settings = small_run(root, name) | {
-        "model": ModelConfig(name="small", path="none", init="random", architecture=architecture, rope_scaling=YARN),
+        "model": ModelConfig(
+            name="small", path="none", init="random", architecture=architecture, rope_scaling=YARN
+        ),
         "select": SelectConfig(scores="gate", sparsity=0.5),
         "artifacts": ArtifactsConfig(gate=str(root / "outputs/small/base/gate")),
         "train": FinetuneTrainConfig(
-            lr=1e-3, steps=4, batch_size=2, micro_batch_size=1, schedule="linear", log_every=1, save_every=2
+            lr=1e-3,
+            steps=4,
+            batch_size=2,
+            micro_batch_size=1,
+            schedule="linear",
+            log_every=1,
+            save_every=2,
         ),
     }
     return FinetuneConfig(**{**settings, **changes})
@@ -74,7 +93,11 @@ def test_the_result_loads_in_transformers(root: Path, trained: Path) -> None:
     cfg = run_config(root)
     assert trained == root / "outputs/small/finetuned/model"
     model = AutoModelForCausalLM.from_pretrained(trained)
-    assert model.config.rope_parameters == {**YARN, "rope_theta": 10000.0, "original_max_position_embeddings": 64}
+    assert model.config.rope_parameters == {
+        **YARN,
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 64,
+    }
     assert model.config.max_position_embeddings == 256
     start = models.load(cfg.model, device="cpu", dtype="float32", seed=cfg.seed).model
     for name, weight in start.named_parameters():
@@ -96,9 +119,13 @@ def test_the_gates_written_are_those_of_the_trained_model(root: Path, trained: P
     cfg = run_config(root)
     gate, before = Gate.load(trained.with_name("gate")), Gate.load(str(cfg.artifacts.gate))
     assert gate.artifact is not None
-    artifacts.check_model(gate.artifact.manifest, models.load(served_model(cfg, trained), device="cpu").fingerprint)
+    artifacts.check_model(
+        gate.artifact.manifest, models.load(served_model(cfg, trained), device="cpu").fingerprint
+    )
     assert gate.thresholds is not None
-    assert not torch.equal(gate.state_dict()["layers.0.key_weight"], before.state_dict()["layers.0.key_weight"])
+    assert not torch.equal(
+        gate.state_dict()["layers.0.key_weight"], before.state_dict()["layers.0.key_weight"]
+    )
     assert 0 < gate.artifact.manifest["metrics"]["recall/gate@0.5"] <= 1
     for name, weight in before.named_parameters():
         assert not torch.equal(weight, gate.get_parameter(name)), name
@@ -108,9 +135,17 @@ def test_the_gates_written_are_those_of_the_trained_model(root: Path, trained: P
 
 
 @pytest.mark.slow
-def test_eval_reads_the_model_and_its_gates(root: Path, trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_reads_the_model_and_its_gates(
+    root: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(root)
-    common = ["tracker=none", "device=cpu", "data=text", "data.path=train.txt", "data.heldout_path=heldout.txt"]
+    common = [
+        "tracker=none",
+        "device=cpu",
+        "data=text",
+        "data.path=train.txt",
+        "data.heldout_path=heldout.txt",
+    ]
     sizes = ["data.seq_len=96", "eval=perplexity", "eval.baselines=[]", "eval.perplexity.length=96"]
     sizes += ["eval.perplexity.num_chunks=2", "eval.perplexity.sparsities=[0.5]"]
     succeed("eval", "model.name=small", f"model.path={trained}", "name=finetuned", *common, *sizes)
@@ -145,16 +180,25 @@ def test_training_from_random_weights_needs_no_gates(root: Path) -> None:
         tasks=0.5,
         data=replace(run_config(root).data, seq_len=256),
         train=FinetuneTrainConfig(
-            lr=1e-2, steps=6, batch_size=2, micro_batch_size=2, save_every=6, activation_checkpointing=False
+            lr=1e-2,
+            steps=6,
+            batch_size=2,
+            micro_batch_size=2,
+            save_every=6,
+            activation_checkpointing=False,
         ),
     )
     # model.path may name the folder of the result if model.init=random.
-    folder = finetune(replace(cfg, model=replace(cfg.model, path=str(root / "outputs/small/scratch/model"))))
+    folder = finetune(
+        replace(cfg, model=replace(cfg.model, path=str(root / "outputs/small/scratch/model")))
+    )
     assert not folder.with_name("gate").exists()
     facts = json.loads((folder / "training.json").read_text())
     assert facts["metrics"]["loss"] == facts["metrics"]["language"]
     loaded = models.load(served_model(cfg, folder), device="cpu")
-    chunks = job.data.chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, num_chunks=job.HELDOUT_CHUNKS)
+    chunks = job.data.chunks(
+        cfg.data, loaded.tokenizer, seed=cfg.seed, heldout=True, num_chunks=job.HELDOUT_CHUNKS
+    )
     ids = torch.stack([chunks[i]["input_ids"] for i in range(len(chunks))])
     loss = loaded.model(input_ids=ids, labels=ids).loss
     assert facts["metrics"]["heldout/loss"] == pytest.approx(loss.item(), rel=1e-5)
@@ -180,7 +224,9 @@ def test_an_existing_result_is_kept(root: Path) -> None:
     facts = root / "outputs/small/earlier/model" / job.FACTS
     facts.parent.mkdir(parents=True)
     facts.touch()
-    with pytest.raises(UserError, match=r"earlier/model: an artifact already exists; overwrite=true"):
+    with pytest.raises(
+        UserError, match=r"earlier/model: an artifact already exists; overwrite=true"
+    ):
         finetune(run_config(root, "earlier"))
 
 
@@ -189,9 +235,13 @@ def test_an_existing_result_is_kept(root: Path) -> None:
     [
         (
             lambda cfg: replace(cfg, artifacts=ArtifactsConfig(gate="nowhere")),
-            r"artifacts.gate: .*nowhere: no such folder; msattn train-gate --model none .*trains gates",
+            r"artifacts.gate: .*nowhere: no such folder; msattn train-gate --model none .*trains "
+            r"gates",
         ),
-        (lambda cfg: replace(cfg, seed=4), "gate artifact made for small .random weights, seed 3.: its weights_hash"),
+        (
+            lambda cfg: replace(cfg, seed=4),
+            "gate artifact made for small .random weights, seed 3.: its weights_hash",
+        ),
         (
             lambda cfg: replace(cfg, train=replace(cfg.train, fsdp=True)),
             "train.fsdp=true: accelerate shards weights on GPUs only",
@@ -203,11 +253,14 @@ def test_an_existing_result_is_kept(root: Path) -> None:
         (lambda cfg: replace(cfg, device="cuda"), "device=cuda: PyTorch sees no CUDA GPU"),
         (
             lambda cfg: replace(cfg, model=replace(cfg.model, rope_scaling=None)),
-            "data.seq_len=96: the model has positions for 64 tokens; shorten it, or extend the context",
+            "data.seq_len=96: the model has positions for 64 tokens; shorten it, or extend the "
+            "context",
         ),
     ],
 )
-def test_jobs_are_refused_before_training(root: Path, change: Callable[[FinetuneConfig], FinetuneConfig], says: str) -> None:
+def test_jobs_are_refused_before_training(
+    root: Path, change: Callable[[FinetuneConfig], FinetuneConfig], says: str
+) -> None:
     cfg = change(run_config(root, "refused"))
     if cfg.device == "cuda" and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
@@ -229,7 +282,10 @@ def test_jobs_are_refused_before_training(root: Path, change: Callable[[Finetune
             {"select": SelectConfig(policy="nucleus", scores="gate")},
             "select.policy=nucleus: finetune trains with topk or multiscale",
         ),
-        ({"train": FinetuneTrainConfig(lr=1.0, steps=1, compile=True)}, "train.compile=True: only plain training"),
+        (
+            {"train": FinetuneTrainConfig(lr=1.0, steps=1, compile=True)},
+            "train.compile=True: only plain training",
+        ),
     ],
 )
 def test_settings_are_refused_by_the_schema(root: Path, changes: dict[str, Any], says: str) -> None:
@@ -239,7 +295,9 @@ def test_settings_are_refused_by_the_schema(root: Path, changes: dict[str, Any],
 
 def test_fsdp_needs_several_ranks(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = run_config(root, train=FinetuneTrainConfig(lr=1.0, steps=1, fsdp=True))
-    with pytest.raises(UserError, match=r"train.fsdp=true: .* there is only one; torchrun --nproc-per-node"):
+    with pytest.raises(
+        UserError, match=r"train.fsdp=true: .* there is only one; torchrun --nproc-per-node"
+    ):
         job._check_fsdp(cfg, torch.device("cuda"))
     monkeypatch.setenv("WORLD_SIZE", "4")
     job._check_fsdp(cfg, torch.device("cuda"))
@@ -253,7 +311,8 @@ from tests.finetune.test_finetune import ArtifactsConfig, run_config
 from msattn.trainer.finetune.run import finetune
 root, name, device, gate, fsdp, resume = sys.argv[1:]
 cfg = run_config(Path(root), name, device=device, dtype="float32", artifacts=ArtifactsConfig(gate))
-cfg = replace(cfg, train=replace(cfg.train, batch_size=4, fsdp=fsdp == "fsdp"), resume=resume == "resume")
+cfg = replace(cfg, train=replace(cfg.train, batch_size=4, fsdp=fsdp == "fsdp"),
+    resume=resume == "resume")
 finetune(cfg)
 """
 
@@ -281,15 +340,21 @@ def test_two_ranks_train_the_same_model_as_one(root: Path, trained: Path, tmp_pa
 def test_fsdp_trains_the_same_model_as_one_gpu(root: Path, tmp_path: Path) -> None:
     gate, runs = str(new_gates(root, "cuda", "float32")), root / "outputs/small"
     LaunchedGpuJob(JOB, tmp_path, root, "gpu-one", "cuda", gate, "whole", "new").output()
-    LaunchedGpuJob(JOB, tmp_path, root, "gpus", "cuda", gate, "fsdp", "new", processes=GPUS).output()
+    LaunchedGpuJob(
+        JOB, tmp_path, root, "gpus", "cuda", gate, "fsdp", "new", processes=GPUS
+    ).output()
     assert_near(runs / "gpu-one", runs / "gpus")
-    killed = LaunchedGpuJob(JOB, tmp_path, root, "gpus-again", "cuda", gate, "fsdp", "new", processes=GPUS)
+    killed = LaunchedGpuJob(
+        JOB, tmp_path, root, "gpus-again", "cuda", gate, "fsdp", "new", processes=GPUS
+    )
     checkpoints = runs / "gpus-again/runs/finetune/checkpoints"
     killed.wait_for(lambda: newest_checkpoint(checkpoints))
     killed.kill()
     if (last := checkpoints / "checkpoint-4").exists():  # the kill came late
         shutil.rmtree(last)
-    LaunchedGpuJob(JOB, tmp_path, root, "gpus-again", "cuda", gate, "fsdp", "resume", processes=GPUS).output()
+    LaunchedGpuJob(
+        JOB, tmp_path, root, "gpus-again", "cuda", gate, "fsdp", "resume", processes=GPUS
+    ).output()
     for kind in ("model", "gate"):
         assert equal(weights(runs / "gpus-again" / kind), weights(runs / "gpus" / kind))
 
@@ -310,5 +375,7 @@ def test_the_loss_falls_on_a_gpu(root: Path, sparsity: float) -> None:
     )
     folder = finetune(cfg)
     assert {weight.dtype for weight in weights(folder).values()} == {torch.bfloat16}
-    losses = [line["language"] for line in metrics_lines(folder.parent / "runs/finetune") if "lr" in line]
+    losses = [
+        line["language"] for line in metrics_lines(folder.parent / "runs/finetune") if "lr" in line
+    ]
     assert losses[-1] < losses[0]

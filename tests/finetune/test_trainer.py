@@ -1,4 +1,6 @@
-"""FineTuner: gradients against plain autograd, with checkpointing, sliced loss, torch.compile and FSDP2."""
+"""FineTuner: gradients against plain autograd, with checkpointing, sliced loss, torch.compile and
+FSDP2.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -56,7 +58,10 @@ def gradients(module: FineTuner, ids: Tensor = IDS) -> tuple[dict[str, Any], dic
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dense_training_equals_that_of_transformers(family: str) -> None:
-    module, plain = fine_tuner(family, sparse=False), tiny_model(family, "yarn").requires_grad_(True)
+    module, plain = (
+        fine_tuner(family, sparse=False),
+        tiny_model(family, "yarn").requires_grad_(True),
+    )
     outputs, found = gradients(module)
     loss = plain(input_ids=IDS, labels=IDS).loss
     loss.backward()
@@ -68,10 +73,18 @@ def test_dense_training_equals_that_of_transformers(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "select", "sizes"),
-    [*((family, SELECT, EQUAL) for family in FAMILIES), ("llama", MEANS, EQUAL), ("llama", SELECT, BlockSizes(32, 16))],
+    [
+        *((family, SELECT, EQUAL) for family in FAMILIES),
+        ("llama", MEANS, EQUAL),
+        ("llama", SELECT, BlockSizes(32, 16)),
+    ],
 )
-def test_sparse_training_equals_one_autograd_graph(family: str, select: SelectConfig, sizes: BlockSizes) -> None:
-    """The reference has the losses of the gates, on detached inputs, and of the language model in one graph."""
+def test_sparse_training_equals_one_autograd_graph(
+    family: str, select: SelectConfig, sizes: BlockSizes
+) -> None:
+    """The reference has the losses of the gates, on detached inputs, and of the language model in
+    one graph.
+    """
     module, plain = (fine_tuner(family, select=select, sizes=sizes) for _ in range(2))
     outputs, found = gradients(module)
     gate, losses = plain.gate, []
@@ -80,7 +93,9 @@ def test_sparse_training_equals_one_autograd_graph(family: str, select: SelectCo
     def gated_attention(x: LayerInputs) -> Tensor:
         cfg = gate.cfg
         q, k, v = x.q.detach(), x.k.detach(), x.v.detach()
-        pooled = maxpool_attention(q, k, v, **sizes.arguments, scale=x.scale, pool=cfg.target).pooled
+        pooled = maxpool_attention(
+            q, k, v, **sizes.arguments, scale=x.scale, pool=cfg.target
+        ).pooled
         losses.append(gate_loss(gate.logits(x), pooled, visible_blocks(x, cfg.sizes), cfg))
         return selected_attention(x, Selection.from_config(select, gate).blocks(x), cfg.sizes).out
 
@@ -96,7 +111,9 @@ def test_sparse_training_equals_one_autograd_graph(family: str, select: SelectCo
         torch.testing.assert_close(found[name], weight.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("sparse", "dtype"), [(True, torch.float32), (True, torch.bfloat16), (False, torch.float32)])
+@pytest.mark.parametrize(
+    ("sparse", "dtype"), [(True, torch.float32), (True, torch.bfloat16), (False, torch.float32)]
+)
 def test_checkpointing_changes_nothing_and_maps_blocks_once(
     sparse: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +123,9 @@ def test_checkpointing_changes_nothing_and_maps_blocks_once(
     kept, again = fine_tuner(sparse=sparse, dtype=dtype), fine_tuner(sparse=sparse, dtype=dtype)
     checkpoint_activations(again.model)
     layers = []
-    again.model.get_submodule("model.layers.0.mlp.gate_proj").register_forward_hook(lambda *_: layers.append(1))
+    again.model.get_submodule("model.layers.0.mlp.gate_proj").register_forward_hook(
+        lambda *_: layers.append(1)
+    )
     (before, expected), (after, found) = gradients(kept), gradients(again)
     assert len(layers) == 2, "the layer must run again in the backward pass"
     assert len(maps) == (4 if sparse else 0)  # two layers, two modules
@@ -140,7 +159,9 @@ def test_the_sliced_loss_equals_the_whole_loss(monkeypatch: pytest.MonkeyPatch) 
     head.register_forward_hook(lambda module, args, output: rows.append(len(args[0])))
     hidden, targets = torch.randn(2, 13, 8, requires_grad=True), torch.randint(32, (2, 13))
     weights = torch.rand(2, 13)
-    each = F.cross_entropy(head(hidden).flatten(0, 1), targets.flatten(), reduction="none").view(2, 13)
+    each = F.cross_entropy(head(hidden).flatten(0, 1), targets.flatten(), reduction="none").view(
+        2, 13
+    )
     expected = ((each * weights).sum(1) / weights.sum(1)).mean()
     expected.backward()
     gradients = [hidden.grad, head.weight.grad]
@@ -167,7 +188,9 @@ def test_splitting_a_batch_with_token_weights_changes_nothing(sparse: bool) -> N
         for row in range(2):
             (split(IDS[row : row + 1], weights[row : row + 1])["loss"] / 2).backward()
     for name, weight in whole.named_parameters():
-        torch.testing.assert_close(split.get_parameter(name).grad, weight.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            split.get_parameter(name).grad, weight.grad, rtol=1e-4, atol=1e-6
+        )
 
 
 @pytest.mark.slow
@@ -187,7 +210,9 @@ def test_retrieval_tasks_are_distinct_and_weight_their_answers() -> None:
     assert all(item["input_ids"].shape == item["weights"].shape == (256,) for item in drawn)
     plain = [i for i, item in enumerate(drawn) if torch.equal(item["weights"], torch.ones(256))]
     assert 8 < len(plain) < 32
-    assert all(torch.equal(drawn[i]["input_ids"], torch.from_numpy(text[i % 3]).long()) for i in plain)
+    assert all(
+        torch.equal(drawn[i]["input_ids"], torch.from_numpy(text[i % 3]).long()) for i in plain
+    )
     made = [item for i, item in enumerate(drawn) if i not in plain]
     assert {item["weights"].max().item() for item in made} == {1.0, ANSWER_WEIGHT}
     assert len({item["input_ids"].numpy().tobytes() for item in made}) == len(made)
@@ -204,17 +229,20 @@ from tests.finetune.test_trainer import checkpoint_activations, fine_tuner, grad
 init_process_group("gloo")
 rank, ids = torch.distributed.get_rank(), random_tokens(2, 97, seed=1)
 for sparse in (True, False):
-    whole, shared = fine_tuner(sparse=sparse, tie_word_embeddings=True), fine_tuner(sparse=sparse, tie_word_embeddings=True)
+    whole, shared = fine_tuner(sparse=sparse, tie_word_embeddings=True), fine_tuner(sparse=sparse,
+        tie_word_embeddings=True)
     checkpoint_activations(shared.model)
     for layer in shared.model.base_model.layers:
         fully_shard(layer)
     fully_shard(shared)
-    (before, expected), (after, found) = gradients(whole, ids), gradients(shared, ids[rank : rank + 1])
+    (before, expected), (after, found) = gradients(whole, ids), gradients(shared,
+        ids[rank : rank + 1])
     loss = after["loss"].detach().clone()
     torch.distributed.all_reduce(loss)
     torch.testing.assert_close(loss / 2, before["loss"])
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name].full_tensor(), gradient, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(found[name].full_tensor(), gradient, rtol=1e-4, atol=1e-6,
+            msg=name)
 destroy_process_group()
 """
 

@@ -5,7 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = {"": ROOT, "kernels": ROOT / "kernels", "trainer": ROOT / "trainer", "conf": ROOT / "conf"}
+FOLDERS = {
+    "": ROOT,
+    "kernels": ROOT / "kernels",
+    "trainer": ROOT / "trainer",
+    "conf": ROOT / "conf",
+}
 
 
 def sources() -> Iterator[tuple[str, Path]]:

@@ -18,7 +18,9 @@ from tests.house.modules import ROOT
 
 
 def blocks(document: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), flags=re.DOTALL)
+    return re.findall(
+        rf"```{language}\n(.*?)```", (ROOT / document).read_text(encoding="utf-8"), flags=re.DOTALL
+    )
 
 
 def commands(document: str) -> list[str]:
@@ -26,8 +28,27 @@ def commands(document: str) -> list[str]:
     return [line.split("#")[0].strip() for line in text.splitlines() if line.split("#")[0].strip()]
 
 
-WITH_VALUES = ("--prompt", "--prompt-file", "--model", "--data", "--config-dir", "--cfg", "--host", "--port", "--api-key")
-OTHER_COMMANDS = ("demo", "push", "configure", "import-gate", "doctor", "help", "--help", "--install-completion")
+WITH_VALUES = (
+    "--prompt",
+    "--prompt-file",
+    "--model",
+    "--data",
+    "--config-dir",
+    "--cfg",
+    "--host",
+    "--port",
+    "--api-key",
+)
+OTHER_COMMANDS = (
+    "demo",
+    "push",
+    "configure",
+    "import-gate",
+    "doctor",
+    "help",
+    "--help",
+    "--install-completion",
+)
 
 
 def overrides_of(words: list[str]) -> list[str]:
@@ -42,15 +63,23 @@ def overrides_of(words: list[str]) -> list[str]:
 
 
 PRINTED = {  # by the scripts in docs/examples
-    "server": r"( *\d+ characters -> .+\n){4}prompts read 2\d% of the blocks, new tokens [34]\d% of the keys",
-    "trained": r"dense: +48213 .*\ngate and classifier: +48213 +\(reads [23]\d% of the blocks, 1\d% of the keys in decoding\)",
-    "untrained": "".join(rf"\d+ tokens, {share}\d% of the blocks not read: KL 0\.\d+\n" for share in (4, 7, 8)),
+    "server": r"( *\d+ characters -> .+\n){4}prompts read 2\d% of the blocks, new tokens [34]\d% "
+    r"of the keys",
+    "trained": r"dense: +48213 .*\ngate and classifier: +48213 +\(reads [23]\d% of the blocks, "
+    r"1\d% of the keys in decoding\)",
+    "untrained": "".join(
+        rf"\d+ tokens, {share}\d% of the blocks not read: KL 0\.\d+\n" for share in (4, 7, 8)
+    ),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", sorted((ROOT / "docs" / "examples").glob("*.py")), ids=lambda path: path.stem)
-def test_the_examples_run(script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "script", sorted((ROOT / "docs" / "examples").glob("*.py")), ids=lambda path: path.stem
+)
+def test_the_examples_run(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "argv", [str(script)])
     runpy.run_path(str(script), run_name="__main__")
     assert re.search(PRINTED[script.stem], capsys.readouterr().out)
@@ -64,7 +93,9 @@ def test_the_examples_run(script: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         ("docs/contributing.md", r"sparsity 0\.[34]"),
     ],
 )
-def test_the_first_example_of_a_document_runs(document: str, printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_example_of_a_document_runs(
+    document: str, printed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It takes the embedded model, without a download."""
     exec(blocks(document, "python")[0], {"__name__": "example"})
     assert re.search(printed, capsys.readouterr().out)
@@ -92,7 +123,10 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     printed = "".join(output.get("text", "") for output in outputs)
-    assert len(re.findall(r"^(?:dense|gate|mean_pool, 50%.*): .*48213", printed, flags=re.MULTILINE)) == 3
+    assert (
+        len(re.findall(r"^(?:dense|gate|mean_pool, 50%.*): .*48213", printed, flags=re.MULTILINE))
+        == 3
+    )
     shown = [kind for output in outputs for kind in output.get("data", ())]
     assert shown.count("image/png") == 2
     assert shown.count("text/html") == 1
@@ -103,10 +137,17 @@ GUIDE = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs/guide").glo
 
 @pytest.mark.parametrize(
     "document",
-    ["README.md", "docs/kernels.md", "docs/serving.md", *(pytest.param(page, marks=pytest.mark.slow) for page in GUIDE)],
+    [
+        "README.md",
+        "docs/kernels.md",
+        "docs/serving.md",
+        *(pytest.param(page, marks=pytest.mark.slow) for page in GUIDE),
+    ],
 )
 def test_the_documents_commands_are_real(document: str) -> None:
-    """Every msattn line composes, every make target stands in the Makefile, every Python block parses."""
+    """Every msattn line composes, every make target stands in the Makefile, every Python block
+    parses.
+    """
     from msattn.trainer.commands.compose import compose
     from msattn.trainer.commands.jobs import COMMANDS
     from msattn.trainer.config import RunConfig
@@ -117,22 +158,33 @@ def test_the_documents_commands_are_real(document: str) -> None:
             program, *words = words[words.index("msattn") :]
         if program == "make":
             assert all(
-                re.search(rf"^{re.escape(word)}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE) for word in words
+                re.search(
+                    rf"^{re.escape(word)}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE
+                )
+                for word in words
             )
         elif program == "msattn" and words[0] in COMMANDS:
             cfg = compose(words[0], overrides_of(words[1:]))
-            if COMMANDS[words[0]].trains and isinstance(cfg, RunConfig) and not {"--cfg", "--data"} & set(words):
+            if (
+                COMMANDS[words[0]].trains
+                and isinstance(cfg, RunConfig)
+                and not {"--cfg", "--data"} & set(words)
+            ):
                 cfg.check_text()
         elif program == "msattn":
             assert words[0] in OTHER_COMMANDS, line
         else:
-            assert program in ("pip", "git", "python", "cd", "vllm", "docker"), f"{document}: {line}"
+            assert program in ("pip", "git", "python", "cd", "vllm", "docker"), (
+                f"{document}: {line}"
+            )
     for block in blocks(document, "python"):
         compile(block, document, "exec")
 
 
 def run_example(number: int, folder: Path) -> dict[str, Any]:
-    """Names that a Python block of docs/kernels.md defines; run from a file, because Triton reads its functions' source."""
+    """Names that a Python block of docs/kernels.md defines; run from a file, because Triton reads
+    its functions' source.
+    """
     example = folder / "example.py"
     example.write_text(blocks("docs/kernels.md", "python")[number], encoding="utf-8")
     return runpy.run_path(str(example))
@@ -150,8 +202,13 @@ def test_the_kernels_own_score_mod_has_equal_twins(tmp_path: Path, device: str) 
     names = run_example(-1, tmp_path)
     q, k, v = (names[name].to(device) for name in "qkv")
     mod = names["mod"]._replace(tensors=tuple(x.to(device) for x in names["mod"].tensors))
-    exact = flash_decode(q.double(), k.double(), v.double(), causal=True, score_mod=mod, backend="torch")
-    actual, plain = (flash_decode(q, k, v, causal=True, score_mod=mod, backend=backend) for backend in ("triton", "torch"))
+    exact = flash_decode(
+        q.double(), k.double(), v.double(), causal=True, score_mod=mod, backend="torch"
+    )
+    actual, plain = (
+        flash_decode(q, k, v, causal=True, score_mod=mod, backend=backend)
+        for backend in ("triton", "torch")
+    )
     for name in ("out", "lse"):
         assert_within_budget(name, *(getattr(x, name) for x in (actual, exact, plain)))
 
@@ -159,14 +216,25 @@ def test_the_kernels_own_score_mod_has_equal_twins(tmp_path: Path, device: str) 
 def test_the_kernels_document_has_every_operation() -> None:
     """A row of the table, a section, and a command that measures it."""
     text = (ROOT / "docs/kernels.md").read_text(encoding="utf-8")
-    words = [word for line in commands("docs/kernels.md") for word in shlex.split(line) if word.startswith("op=")]
+    words = [
+        word
+        for line in commands("docs/kernels.md")
+        for word in shlex.split(line)
+        if word.startswith("op=")
+    ]
     measured = {name for word in words for name in word.removeprefix("op=").split(",")}
     assert set(re.findall(r"^\| \[`(\w+)`\]\(#\1\)", text, flags=re.MULTILINE)) == set(OPERATIONS)
-    assert {heading for heading in re.findall(r"^## (\w+)$", text, flags=re.MULTILINE) if "_" in heading} == set(OPERATIONS)
+    assert {
+        heading for heading in re.findall(r"^## (\w+)$", text, flags=re.MULTILINE) if "_" in heading
+    } == set(OPERATIONS)
     assert measured == set(OPERATIONS)
 
 
-DOCUMENTS = [path for folder in (".", "docs", "docs/guide", "outputs", ".github") for path in (ROOT / folder).glob("*.md")]
+DOCUMENTS = [
+    path
+    for folder in (".", "docs", "docs/guide", "outputs", ".github")
+    for path in (ROOT / folder).glob("*.md")
+]
 
 
 def test_the_examples_import_what_exists() -> None:
@@ -176,7 +244,9 @@ def test_the_examples_import_what_exists() -> None:
                 if isinstance(node, ast.ImportFrom) and str(node.module).startswith("msattn"):
                     module = import_module(str(node.module))
                     missing = [name.name for name in node.names if not hasattr(module, name.name)]
-                    assert not missing, f"{document.relative_to(ROOT)}: {node.module} has no {missing}"
+                    assert not missing, (
+                        f"{document.relative_to(ROOT)}: {node.module} has no {missing}"
+                    )
 
 
 def test_the_files_that_contributing_names_exist() -> None:

@@ -21,15 +21,24 @@ def test_writing_the_tables_changes_nothing(document: Path) -> None:
 
 
 def test_every_table_and_number_is_shown() -> None:
-    shown = [match.groups() for path in TABLES["DOCUMENTS"] for match in TABLES["MARKED"].finditer(path.read_text("utf-8"))]
+    shown = [
+        match.groups()
+        for path in TABLES["DOCUMENTS"]
+        for match in TABLES["MARKED"].finditer(path.read_text("utf-8"))
+    ]
     assert {name for kind, name in shown if kind == "table"} == {*TABLES["TABLES"]}
     assert {name for kind, name in shown if kind == "number"} == {*TABLES["NUMBERS"]}
 
 
 @pytest.mark.slow
 def test_drawing_the_figures_changes_nothing(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "docs/figures", tmp_path / "docs/figures", ignore=shutil.ignore_patterns("*.svg"))
+    shutil.copytree(
+        ROOT / "docs/figures", tmp_path / "docs/figures", ignore=shutil.ignore_patterns("*.svg")
+    )
     shutil.copy(ROOT / "README.md", tmp_path)
     subprocess.run([sys.executable, str(tmp_path / "docs/figures/draw.py")], check=True)
-    drawn, kept = ({path.name: path.read_text() for path in (root / "docs/figures").glob("*.svg")} for root in (tmp_path, ROOT))
+    drawn, kept = (
+        {path.name: path.read_text() for path in (root / "docs/figures").glob("*.svg")}
+        for root in (tmp_path, ROOT)
+    )
     assert drawn == kept

@@ -1,4 +1,6 @@
-"""The layout of the package: levels of its rooms, what kernels may import, the registry of operations, docstrings."""
+"""The layout of the package: levels of its rooms, what kernels may import, the registry of
+operations, docstrings.
+"""
 
 import ast
 import importlib
@@ -14,7 +16,8 @@ import pytest
 from msattn.kernels.operations import OPERATIONS
 from tests.house.modules import MODULES, ROOT, imports
 
-LEVELS = {  # a module imports from its own room, or from lower levels; the longest matching prefix counts
+# a module imports from its own room, or from lower levels; the longest matching prefix counts
+LEVELS = {
     "trainer.version": 0,
     "kernels.operations": 0,
     "kernels.types": 0,
@@ -52,7 +55,9 @@ LEVELS = {  # a module imports from its own room, or from lower levels; the long
 
 
 def room(module: str) -> str:
-    """The longest prefix of ``module`` that has a level; of an operation, its own module or folder."""
+    """The longest prefix of ``module`` that has a level; of an operation, its own module or
+    folder.
+    """
     prefixes = [name for name in LEVELS if module == name or module.startswith(f"{name}.")]
     longest = max(prefixes, key=len)
     return ".".join(module.split(".")[:2]) if longest == "kernels" else longest
@@ -64,7 +69,8 @@ def level(module: str) -> int:
 
 def ours(path: Path) -> set[str]:
     """Modules of msattn that a file imports."""
-    names = {name[7:] for name in imports(path, types=True) if name.split(".")[0] == "msattn"}  # "" is the package itself
+    # "" is the package itself
+    names = {name[7:] for name in imports(path, types=True) if name.split(".")[0] == "msattn"}
     return names & set(MODULES)
 
 
@@ -73,18 +79,28 @@ def packages(module: str) -> set[str]:
 
 
 def test_imports_stay_in_the_room_or_go_down() -> None:
-    """No import upwards, none between rooms of one level: so there is no circle of rooms, and no operation imports another."""
+    """No import upwards, none between rooms of one level: so there is no circle of rooms, and no
+    operation imports another.
+    """
     wrong: dict[str, list[str]] = {}
     for module in set(MODULES) - {"", "conf"}:  # the public API is lazy; conf is data
-        found = {name for name in ours(MODULES[module]) if name and name != "conf" and room(name) != room(module)}
-        if upwards := [name for name in sorted(found - packages(module)) if level(name) >= level(module)]:
+        found = {
+            name
+            for name in ours(MODULES[module])
+            if name and name != "conf" and room(name) != room(module)
+        }
+        if upwards := [
+            name for name in sorted(found - packages(module)) if level(name) >= level(module)
+        ]:
             wrong[f"{module} (level {level(module)})"] = upwards
     assert not wrong
 
 
 def test_no_circle_of_files() -> None:
     """Not by imports for type checkers or inside functions either; a circle raises CycleError."""
-    TopologicalSorter({module: ours(path) - packages(module) for module, path in MODULES.items()}).prepare()
+    TopologicalSorter(
+        {module: ours(path) - packages(module) for module, path in MODULES.items()}
+    ).prepare()
 
 
 def test_kernels_know_tensors_alone() -> None:
@@ -92,7 +108,9 @@ def test_kernels_know_tensors_alone() -> None:
         everything = imports(MODULES[module])
         roots = {name.split(".")[0] for name in everything}
         assert not roots & {"transformers", "hydra", "omegaconf", "wandb"}, module
-        assert not any(name.startswith(("msattn.trainer", "msattn.conf", "msattn.cli")) for name in everything), module
+        assert not any(
+            name.startswith(("msattn.trainer", "msattn.conf", "msattn.cli")) for name in everything
+        ), module
         if module.startswith(("kernels.reference", "kernels.types", "kernels.operations")):
             assert roots - set(sys.stdlib_module_names) <= {"torch", "msattn"}, module
 
@@ -103,19 +121,39 @@ def public(operation: str) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_operation_uses_its_own_reference_alone(operation: str) -> None:
-    """The reference's public form: ``reference.<operation>``, with a suffix for passes and parts."""
-    parts = {"best_blocks": {"block_softmax"}, "nearest_centroid": {"bucket_sums"}}.get(operation, set())
+    """The reference's public form: ``reference.<operation>``, with a suffix for passes and
+    parts.
+    """
+    parts = {"best_blocks": {"block_softmax"}, "nearest_centroid": {"bucket_sums"}}.get(
+        operation, set()
+    )
     own = f"kernels.{operation}"
     if OPERATIONS[operation].folder:
         own = public(operation).__module__.removeprefix("msattn.")
-    files = {name: path for name, path in MODULES.items() if name == own or name.startswith(f"{own}.")}
+    files = {
+        name: path for name, path in MODULES.items() if name == own or name.startswith(f"{own}.")
+    }
     assert files
     for name, path in files.items():
         nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        attributes = [node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
-        used = {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id == "reference"}
-        assert all(each.startswith(operation) or each in parts for each in used), f"{name} uses reference.{sorted(used)}"
-        assert not any(each.startswith("msattn.kernels.reference.") for each in imports(path) if each not in MODULES)
+        attributes = [
+            node
+            for node in nodes
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        ]
+        used = {
+            node.attr
+            for node in attributes
+            if isinstance(node.value, ast.Name) and node.value.id == "reference"
+        }
+        assert all(each.startswith(operation) or each in parts for each in used), (
+            f"{name} uses reference.{sorted(used)}"
+        )
+        assert not any(
+            each.startswith("msattn.kernels.reference.")
+            for each in imports(path)
+            if each not in MODULES
+        )
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -126,15 +164,32 @@ def test_an_operation_has_kernel_reference_and_tests(operation: str) -> None:
     assert getattr(msattn, operation) is public(operation)
     assert callable(getattr(reference, operation))
     folder = OPERATIONS[operation].folder or ""
-    assert (ROOT / "tests/kernels" / folder / f"test_{operation.removeprefix(f'{folder}_')}.py").is_file()
+    assert (
+        ROOT / "tests/kernels" / folder / f"test_{operation.removeprefix(f'{folder}_')}.py"
+    ).is_file()
     assert OPERATIONS[operation].differentiable == hasattr(reference, f"{operation}_backward")
 
 
 def test_the_registry_lists_every_operation_on_disk() -> None:
-    shared = {"attention_sinks", "common", "reference", "bench", "operations", "testing", "tuned", "types"}
+    shared = {
+        "attention_sinks",
+        "common",
+        "reference",
+        "bench",
+        "operations",
+        "testing",
+        "tuned",
+        "types",
+    }
     shared |= {"decoder_layer", "unrotate"}  # plain functions
-    on_disk = {path.stem for path in (ROOT / "kernels").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
-    assert on_disk - shared == {operation.module.rpartition(".")[2] for operation in OPERATIONS.values()}
+    on_disk = {
+        path.stem
+        for path in (ROOT / "kernels").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert on_disk - shared == {
+        operation.module.rpartition(".")[2] for operation in OPERATIONS.values()
+    }
 
 
 def test_the_root_exports_lazily_what_it_lists() -> None:
@@ -160,7 +215,11 @@ def test_docstrings_state_and_do_not_ask() -> None:
     questions = re.compile(r"(What|Where|How|Whether|When|Who|Whose|Which|Why)\b")
     found = [
         f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
-        for path in (*MODULES.values(), *sorted((ROOT / "tests").rglob("*.py")), *sorted((ROOT / "docs").rglob("*.py")))
+        for path in (
+            *MODULES.values(),
+            *sorted((ROOT / "tests").rglob("*.py")),
+            *sorted((ROOT / "docs").rglob("*.py")),
+        )
         for line, text in docstrings(path)
         if questions.match(text)
     ]
@@ -168,5 +227,10 @@ def test_docstrings_state_and_do_not_ask() -> None:
 
 
 def test_every_folder_says_what_it_is_for() -> None:
-    for path in (*(ROOT / "kernels").rglob("__init__.py"), *(ROOT / "trainer").rglob("__init__.py")):
-        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path.relative_to(ROOT)} has no docstring"
+    for path in (
+        *(ROOT / "kernels").rglob("__init__.py"),
+        *(ROOT / "trainer").rglob("__init__.py"),
+    ):
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), (
+            f"{path.relative_to(ROOT)} has no docstring"
+        )

@@ -1,4 +1,6 @@
-"""Small valid arguments of the functions of kernels, with which their operators and their checks of arguments are tested."""
+"""Small valid arguments of the functions of kernels, with which their operators and their checks of
+arguments are tested.
+"""
 
 from typing import Any
 
@@ -26,7 +28,9 @@ def _decoding(device: str, queries: int = 1, **others: Any) -> Arguments:
 
 
 def maxpool_attention(device: str) -> Arguments:
-    return _attention(device, block_size=32, pool="mass", softcap=5.0, sinks=torch.randn(4, device=device))
+    return _attention(
+        device, block_size=32, pool="mass", softcap=5.0, sinks=torch.randn(4, device=device)
+    )
 
 
 def block_sparse_attention(device: str) -> Arguments:
@@ -48,18 +52,25 @@ def head_mix_attention(device: str) -> Arguments:
 
 
 def flash_decode(device: str) -> Arguments:
-    return _decoding(device, queries=2, kv_start=starts([3, 0], device), variant="global", causal=True)
+    return _decoding(
+        device, queries=2, kv_start=starts([3, 0], device), variant="global", causal=True
+    )
 
 
 def conv_decode(device: str) -> Arguments:
-    return {"q_window" if name == "q" else name: x for name, x in _decoding(device, queries=2).items()} | {
+    return {
+        "q_window" if name == "q" else name: x for name, x in _decoding(device, queries=2).items()
+    } | {
         "weight": torch.randn(4, 2, 3, device=device),
         "splits": 2,
     }
 
 
 def bucket_decode(device: str) -> Arguments:
-    index, recent = build_bucket_index(random_buckets(2, 2, 70, 10, device), 10), starts([5, 9], device)
+    index, recent = (
+        build_bucket_index(random_buckets(2, 2, 70, 10, device), 10),
+        starts([5, 9], device),
+    )
     return _decoding(device, index=index, probes=_probes(device), recent=recent, softcap=5.0)
 
 
@@ -68,7 +79,10 @@ def _probes(device: str) -> Tensor:
 
 
 def paged_bucket_decode(device: str) -> Arguments:
-    (cache, (slots,)), others = _pages(device, random_buckets(2, 2, 70, 10, device).short()), bucket_decode(device)
+    (cache, (slots,)), others = (
+        _pages(device, random_buckets(2, 2, 70, 10, device).short()),
+        bucket_decode(device),
+    )
     given = {name: others[name] for name in ("q", "probes", "recent", "softcap", "scale")}
     return given | {"cache": cache, "buckets": slots}
 
@@ -106,7 +120,9 @@ def _pages(device: str, *by_position: Tensor) -> tuple[PagedKeys, list[Tensor]]:
 def probe_buckets(device: str) -> Arguments:
     q, *_ = random_qkv(1, 4, 2, 1, head_size=64, device=device)
     sizes = {"weight_in": (64, 32), "bias_in": (1, 32), "weight_out": (32, 20), "bias_out": (1, 20)}
-    return {"q": q, "kv_heads": 2, "probes": 3} | {name: torch.randn(2, *size, device=device) for name, size in sizes.items()}
+    return {"q": q, "kv_heads": 2, "probes": 3} | {
+        name: torch.randn(2, *size, device=device) for name, size in sizes.items()
+    }
 
 
 def bucket_mass(device: str) -> Arguments:
@@ -116,11 +132,17 @@ def bucket_mass(device: str) -> Arguments:
 
 
 def merge_states(device: str) -> Arguments:
-    return {"outs": torch.randn(3, 2, 1, 5, 16, device=device), "lses": torch.randn(3, 2, 1, 5, device=device)}
+    return {
+        "outs": torch.randn(3, 2, 1, 5, 16, device=device),
+        "lses": torch.randn(3, 2, 1, 5, device=device),
+    }
 
 
 def nearest_centroid(device: str) -> Arguments:
-    return {"k": torch.randn(1, 2, 40, 64, device=device), "centroids": torch.randn(2, 7, 64, device=device)}
+    return {
+        "k": torch.randn(1, 2, 40, 64, device=device),
+        "centroids": torch.randn(2, 7, 64, device=device),
+    }
 
 
 def bucket_sums(device: str) -> Arguments:

@@ -14,20 +14,37 @@ from msattn.kernels.common.block_checks import ZOOMS
 from msattn.kernels.common.checks import query_offset
 from msattn.kernels.multiscale_attention import forward as multiscale_module
 from msattn.kernels.multiscale_attention import multiscale_attention
-from msattn.kernels.testing import Attention, assert_within_budget, block_numbers, random_block_mask, starts, tokens_of_blocks
+from msattn.kernels.testing import (
+    Attention,
+    assert_within_budget,
+    block_numbers,
+    random_block_mask,
+    starts,
+    tokens_of_blocks,
+)
 from msattn.kernels.types import Backend, SparseAttention
 from tests.kernels import shared
 from tests.kernels.problems import CAPPED_SCALE, Case, gradient_rounding
 
 
 def random_mask(
-    batch: int, heads: int, blocks: tuple[int, int], density: float = 0.4, device: str = "cpu", seed: int = 0
+    batch: int,
+    heads: int,
+    blocks: tuple[int, int],
+    density: float = 0.4,
+    device: str = "cpu",
+    seed: int = 0,
 ) -> Tensor:
     return random_block_mask(batch, heads, *blocks, density, device, seed)
 
 
 def random_zoom(
-    batch: int, heads: int, blocks: tuple[int, int], density: float = 0.7, device: str = "cpu", seed: int = 0
+    batch: int,
+    heads: int,
+    blocks: tuple[int, int],
+    density: float = 0.7,
+    device: str = "cpu",
+    seed: int = 0,
 ) -> Tensor:
     """Returns a random zoom map, ``uint8 [B, H, Tr, Tc]``.
 
@@ -40,7 +57,9 @@ def random_zoom(
 
 
 class Operation(NamedTuple):
-    """Attention over a map of blocks: the operation, its module, the name and dtype of the map, and how to draw one."""
+    """Attention over a map of blocks: the operation, its module, the name and dtype of the map, and
+    how to draw one.
+    """
 
     attend: Callable[..., SparseAttention]
     module: ModuleType
@@ -49,7 +68,9 @@ class Operation(NamedTuple):
     draw: Callable[..., Tensor]
 
 
-BLOCK_SPARSE = Operation(block_sparse_attention, block_sparse_module, "block_mask", torch.bool, random_mask)
+BLOCK_SPARSE = Operation(
+    block_sparse_attention, block_sparse_module, "block_mask", torch.bool, random_mask
+)
 MULTISCALE = Operation(multiscale_attention, multiscale_module, "zoom", torch.uint8, random_zoom)
 
 
@@ -59,15 +80,31 @@ def zoom_of_tokens(blocks: Tensor, case: Case, device: str) -> Tensor:
     The result is ``uint8 [B, Hq, N, M]``, 0 for keys that are not read.
     """
     kv_start = starts(case.padding, device)
-    sizes = case.batch, case.q_heads, case.num_queries, case.num_keys, case.causal, kv_start, *case[-2:]
+    sizes = (
+        case.batch,
+        case.q_heads,
+        case.num_queries,
+        case.num_keys,
+        case.causal,
+        kv_start,
+        *case[-2:],
+    )
     by_level = [tokens_of_blocks(blocks == z, *sizes) * z for z in ZOOMS]
     tokens = torch.stack(by_level).sum(0).to(torch.uint8)
     if case.causal:
-        start = (torch.zeros(case.batch, dtype=torch.int32, device=device) if kv_start is None else kv_start)[:, None]
+        start = (
+            torch.zeros(case.batch, dtype=torch.int32, device=device)
+            if kv_start is None
+            else kv_start
+        )[:, None]
         offset = query_offset(case.num_queries, case.num_keys, True)
-        rows, cols = block_numbers(case.batch, case.num_queries, case.num_keys, True, kv_start, case.block_size)
-        first_query = start.clamp(min=offset) + rows.to(device) * case.block_size  # of the row block, [B, N]
-        last_key = (start + (cols.to(device) + 1) * case.block_size).clamp(max=case.num_keys) - 1  # of the block, [B, M]
+        rows, cols = block_numbers(
+            case.batch, case.num_queries, case.num_keys, True, kv_start, case.block_size
+        )
+        # of the row block, [B, N]
+        first_query = start.clamp(min=offset) + rows.to(device) * case.block_size
+        # of the block, [B, M]
+        last_key = (start + (cols.to(device) + 1) * case.block_size).clamp(max=case.num_keys) - 1
         ahead = last_key[:, None, None, :] > first_query[:, None, :, None]
         tokens = tokens.where(~ahead, tokens.clamp(max=1))
     return tokens * case.visible(device)
@@ -87,7 +124,9 @@ def means(x: Tensor, z: int, kv_start: Tensor | None, rounded_to: torch.dtype) -
         sums = padded.reshape(x.shape[1], groups, z, x.shape[3]).sum(2)
         sizes = torch.full((groups, 1), z, device=x.device)
         sizes[-1:] = length - (groups - 1) * z
-        rows.append(torch.cat([row[:, :start], (sums / sizes).repeat_interleave(z, 1)[:, :length]], 1))
+        rows.append(
+            torch.cat([row[:, :start], (sums / sizes).repeat_interleave(z, 1)[:, :length]], 1)
+        )
     mean = torch.stack(rows)
     return (mean + (mean.to(rounded_to).to(mean) - mean).detach()).to(x.dtype)
 
@@ -104,9 +143,14 @@ def dense_definition(
     scores = torch.full(tokens.shape, -math.inf, dtype=statistics, device=q.device)
     views = []
     for z in ZOOMS:
-        keys, values = (means(x, z, kv_start, case.dtype).repeat_interleave(case.q_heads // case.kv_heads, 1) for x in (k, v))
+        keys, values = (
+            means(x, z, kv_start, case.dtype).repeat_interleave(case.q_heads // case.kv_heads, 1)
+            for x in (k, v)
+        )
         level = (q @ keys.mT).to(statistics) * scale
-        scores = torch.where(tokens == z, level if softcap is None else softcap * torch.tanh(level / softcap), scores)
+        scores = torch.where(
+            tokens == z, level if softcap is None else softcap * torch.tanh(level / softcap), scores
+        )
         views.append((tokens == z, values))
     nothing = (tokens == 0).all(-1)
     lse = scores.masked_fill(nothing[..., None], 0).logsumexp(-1)
@@ -121,7 +165,9 @@ class Gradients(NamedTuple):
     dv: Tensor
 
 
-def gradients(got: Attention | SparseAttention, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor) -> Gradients:
+def gradients(
+    got: Attention | SparseAttention, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor
+) -> Gradients:
     """Gradients through out and, for rows with visible keys, lse."""
     dlse = dlse.masked_fill(~got.lse.isfinite(), 0)
     return Gradients(*torch.autograd.grad(got[:2], inputs, [dout.to(got.out), dlse.to(got.lse)]))
@@ -140,12 +186,15 @@ def check(
 
     Gradients of queries without visible keys, and of keys that no query reads, are exactly 0.
     """
-    # Capped scores spread as much at each head size: dS has the rounding of out, times keys, scale and root of the head size.
+    # Capped scores spread as much at each head size: dS has the rounding of out, times keys, scale
+    # and root of the head size.
     scale = case.head_size**-0.5 if softcap is None else CAPPED_SCALE * (64 / case.head_size) ** 0.5
     tokens = zoom_of_tokens(blocks, case, device)
     drawn = q, k, v = case.qkv(device)
     leaves = shared.fill_padding(case, *drawn)
-    got = operation.attend(*leaves, blocks, **case.options(device), scale=scale, softcap=softcap, backend=backend)
+    got = operation.attend(
+        *leaves, blocks, **case.options(device), scale=scale, softcap=softcap, backend=backend
+    )
     assert got.out.dtype == case.dtype
     assert got.lse.dtype == torch.float32
     inputs, forms = {}, {}
@@ -159,11 +208,16 @@ def check(
     assert (got.out[unseen] == 0).all()
     if not with_gradients:
         return
-    dout, dlse = torch.randn(got.out.shape, device=device).to(case.dtype), torch.randn(got.lse.shape, device=device)
+    dout, dlse = (
+        torch.randn(got.out.shape, device=device).to(case.dtype),
+        torch.randn(got.lse.shape, device=device),
+    )
     actual = gradients(got, leaves, dout, dlse)
     exact, eager = (gradients(forms[x], inputs[x], dout, dlse) for x in (torch.float64, case.dtype))
     roundings = gradient_rounding(q, k, v, dout, scale)
-    for name, x, y, z, rounding in zip(Gradients._fields, actual, exact, eager, roundings, strict=True):
+    for name, x, y, z, rounding in zip(
+        Gradients._fields, actual, exact, eager, roundings, strict=True
+    ):
         assert x.dtype == case.dtype
         assert_within_budget(name, x, y, z, **rounding._asdict())
     assert (actual.dq[unseen] == 0).all()

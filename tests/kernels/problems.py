@@ -1,4 +1,6 @@
-"""Problems on which the kernels are tested, and tolerances of gradients; see ``kernels/testing.py``."""
+"""Problems on which the kernels are tested, and tolerances of gradients; see
+``kernels/testing.py``.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -21,7 +23,12 @@ ANY_LENGTHS = {  # of queries, and of so many more keys
 
 
 def random_buckets(
-    batch: int, heads: int, num_keys: int, num_buckets: int, device: str | torch.device = "cpu", seed: int = 0
+    batch: int,
+    heads: int,
+    num_keys: int,
+    num_buckets: int,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
 ) -> Tensor:
     """Draws the bucket of each key, ``int32 [B, H, M]``.
 
@@ -32,15 +39,23 @@ def random_buckets(
     return skewed.floor().int().to(device)
 
 
-def keys_read(buckets: Tensor, probes: Tensor, recent: Numbers, sink: int, begin: Numbers, end: Numbers) -> Tensor:
+def keys_read(
+    buckets: Tensor, probes: Tensor, recent: Numbers, sink: int, begin: Numbers, end: Numbers
+) -> Tensor:
     """Returns the keys that a decoding step reads by definition, ``bool [B, Hkv, M]``.
 
     The first and the number of newest keys, and the end, are those of each sequence, or of all.
     """
     position = torch.arange(buckets.shape[2], device=buckets.device)
-    first, stop, newest = (torch.as_tensor(x, device=buckets.device).view(-1, 1, 1) for x in (begin, end, recent))
+    first, stop, newest = (
+        torch.as_tensor(x, device=buckets.device).view(-1, 1, 1) for x in (begin, end, recent)
+    )
     probed = (buckets[..., None] == probes[:, :, None]).any(-1) & (buckets >= 0)
-    return (probed | (position < first + sink) | (position >= stop - newest)) & (position >= first) & (position < stop)
+    return (
+        (probed | (position < first + sink) | (position >= stop - newest))
+        & (position >= first)
+        & (position < stop)
+    )
 
 
 class Case(NamedTuple):
@@ -61,7 +76,9 @@ class Case(NamedTuple):
     @property
     def blocks(self) -> tuple[int, int]:
         """Number of row blocks and of column blocks."""
-        return -(-self.num_queries // self.block_size), -(-self.num_keys // (self.key_block_size or self.block_size))
+        return -(-self.num_queries // self.block_size), -(
+            -self.num_keys // (self.key_block_size or self.block_size)
+        )
 
     def qkv(self, device: str = "cpu", seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Draws q, k, v as transposed views, like a model's."""
@@ -75,7 +92,12 @@ class Case(NamedTuple):
     def options(self, device: str = "cpu") -> dict[str, Any]:
         """Returns the keyword arguments of the operation."""
         key_block = {} if self.key_block_size is None else {"key_block_size": self.key_block_size}
-        return {"block_size": self.block_size, **key_block, "causal": self.causal, "kv_start": starts(self.padding, device)}
+        return {
+            "block_size": self.block_size,
+            **key_block,
+            "causal": self.causal,
+            "kv_start": starts(self.padding, device),
+        }
 
 
 def full_product(
@@ -83,21 +105,25 @@ def full_product(
 ) -> Iterator[Case]:
     """Yields all combinations of shapes on which a compiled kernel is tested.
 
-    They have group sizes 1, 4 and 7, each with all ``lengths`` (queries, keys), padded and not. Triton compiles a kernel for
-    each kind of length (1, a multiple of 16, other), padding and causality. To limit compilations, only the lengths in
-    ``NOT_CAUSAL`` also run without a causal mask.
+    They have group sizes 1, 4 and 7, each with all ``lengths`` (queries, keys), padded and not.
+    Triton compiles a kernel for each kind of length (1, a multiple of 16, other), padding and
+    causality. To limit compilations, only the lengths in ``NOT_CAUSAL`` also run without a causal
+    mask.
     """
     for (q_heads, kv_heads), (n, m) in itertools.product([(2, 2), (8, 2), (7, 1)], lengths):
         variants: list[Any] = [(1, True, None), (2, True, (0, 30))] if m > 1 else [(1, True, None)]
         if (n, m) in NOT_CAUSAL:
             variants += [(1, False, None), (2, False, (0, 30))]
         for batch, causal, padding in variants:
-            yield Case(batch, q_heads, kv_heads, n, m, head_size, dtype, causal, padding, block_size)
+            yield Case(
+                batch, q_heads, kv_heads, n, m, head_size, dtype, causal, padding, block_size
+            )
 
 
 NOT_CAUSAL = [(63, 63), (111, 300)]
 
-# Most pairs of values of dtype, head size, group, lengths, causality, padding and block size occur in some row.
+# Most pairs of values of dtype, head size, group, lengths, causality, padding and block size occur
+# in some row.
 CASES = [
     Case(1, 2, 1, 1, 1, 64),
     Case(2, 4, 1, 63, 63, 80, torch.float16, True, (0, 40), 32),
@@ -124,7 +150,9 @@ class Rounding(NamedTuple):
     count: int
 
 
-def gradient_rounding(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float) -> tuple[Rounding, Rounding, Rounding]:
+def gradient_rounding(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: float
+) -> tuple[Rounding, Rounding, Rounding]:
     """Returns the rounding parameters of the gradients of q, k and v.
 
     The gradients of a key and a value are sums over the queries of the whole group.
@@ -133,16 +161,18 @@ def gradient_rounding(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, scale: floa
     return (
         Rounding(largest_term(dout, v, k, scale), keys),
         Rounding(largest_term(dout, v, q, scale), queries),
-        Rounding(dout.abs().max().item(), queries),  # P is recomputed from an fp32 LSE and rounds with the scores
+        # P is recomputed from an fp32 LSE and rounds with the scores
+        Rounding(dout.abs().max().item(), queries),
     )
 
 
 def largest_term(dout: Tensor, v: Tensor, other: Tensor, scale: float) -> float:
     """Returns the largest term of ``scale * dP . other`` with ``dP = dO V^T``.
 
-    This is the size of the terms that cancel in the gradients of queries and keys. ``dS = P * (dP - rowsum(dO * O))`` is a
-    difference of two sums over the head size, so it has the rounding error of dP even where it is 0, as for a query with one
-    key. Eager code sums ``P * dP`` and gets an exact 0 there.
+    This is the size of the terms that cancel in the gradients of queries and keys.
+    ``dS = P * (dP - rowsum(dO * O))`` is a difference of two sums over the head size, so it has the
+    rounding error of dP even where it is 0, as for a query with one key. Eager code sums ``P * dP``
+    and gets an exact 0 there.
     """
     dp = dout.float() @ v.float().repeat_interleave(dout.shape[1] // v.shape[1], dim=1).mT
     return scale * (dp.abs().max() * other.abs().max()).item()
@@ -153,10 +183,18 @@ def assert_sum_within_budget(
 ) -> None:
     """Asserts that a sum over queries is as accurate as ``eager``, up to a band.
 
-    The exact addends are ``parts [N, ...]``. The error of one sum of thousands of rounded numbers is a poor estimate of the
-    error in another summation order. The band of :func:`assert_within_budget` is therefore widened by 4 standard deviations of
-    the sum, where every part is off by one unit in the last place of ``actual``'s dtype.
+    The exact addends are ``parts [N, ...]``. The error of one sum of thousands of rounded numbers
+    is a poor estimate of the error in another summation order. The band of
+    :func:`assert_within_budget` is therefore widened by 4 standard deviations of the sum, where
+    every part is off by one unit in the last place of ``actual``'s dtype.
     """
     exact = parts.double().sum(0)
     spread = 4 * torch.finfo(actual.dtype).eps * parts.double().norm(dim=0).max()
-    assert_within_budget(name, actual, exact, exact + (eager.double() - exact).abs().max() + spread, term=term, count=count)
+    assert_within_budget(
+        name,
+        actual,
+        exact,
+        exact + (eager.double() - exact).abs().max() + spread,
+        term=term,
+        count=count,
+    )

@@ -46,12 +46,15 @@ def assert_agrees(
     score_mod: Callable[[Tensor], Tensor] | None = None,
     sinks: Tensor | None = None,
 ) -> tuple[Attention, Attention]:
-    """Asserts that ``out`` and ``lse`` agree with dense attention in fp64, up to the error of eager PyTorch.
+    """Asserts that ``out`` and ``lse`` agree with dense attention in fp64, up to the error of eager
+    PyTorch.
 
-    The output is exactly 0 for queries that see no key. Returns the dense attention in fp64 and in fp32.
+    The output is exactly 0 for queries that see no key. Returns the dense attention in fp64 and in
+    fp32.
     """
     exact, eager, full = (
-        dense_attention(q, k, v, seen, scale, dtype, score_mod, sinks) for dtype in (torch.float64, q.dtype, FULL)
+        dense_attention(q, k, v, seen, scale, dtype, score_mod, sinks)
+        for dtype in (torch.float64, q.dtype, FULL)
     )
     out, lse = got.out.detach(), got.lse.detach()
     assert out.dtype == q.dtype
@@ -62,7 +65,9 @@ def assert_agrees(
     return exact, full
 
 
-def assert_not_copied(module: ModuleType, kernel: str, step: Callable[[], Any], tensors: Iterable[Tensor]) -> None:
+def assert_not_copied(
+    module: ModuleType, kernel: str, step: Callable[[], Any], tensors: Iterable[Tensor]
+) -> None:
     """Asserts that a step passes the tensors themselves to a kernel of the module."""
     launched, passed = getattr(module, kernel), []
 
@@ -73,11 +78,15 @@ def assert_not_copied(module: ModuleType, kernel: str, step: Callable[[], Any], 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, kernel, Launches())
         step()
-    assert {x.data_ptr() for x in tensors} <= {x.data_ptr() for x in passed if isinstance(x, Tensor)}
+    assert {x.data_ptr() for x in tensors} <= {
+        x.data_ptr() for x in passed if isinstance(x, Tensor)
+    }
 
 
 def assert_strides_accepted(decode: Callable[[Tensor, Tensor], Any], device: str) -> None:
-    """Asserts that token-major caches, and caches with a strided last dimension, give bitwise the result of contiguous ones."""
+    """Asserts that token-major caches, and caches with a strided last dimension, give bitwise the
+    result of contiguous ones.
+    """
     k, v = (x.transpose(1, 2) for x in torch.randn(2, 70, 2, 2, 64, device=device).unbind(2))
     want = decode(k.contiguous(), v.contiguous())
     for keys in (k, k.transpose(2, 3).contiguous().transpose(2, 3)):

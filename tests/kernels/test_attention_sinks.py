@@ -1,4 +1,6 @@
-"""Tests of `apply_sinks`: agreement with fp64 softmax that has the sinks as one more column, gradients, edge cases."""
+"""Tests of `apply_sinks`: agreement with fp64 softmax that has the sinks as one more column,
+gradients, edge cases.
+"""
 
 import itertools
 from collections.abc import Callable
@@ -13,7 +15,14 @@ from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.bucket_mass import bucket_mass
 from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.flash_decode import flash_decode
-from msattn.kernels.testing import capped, dense_attention, random_block_mask, random_qkv, starts, tokens_of_blocks
+from msattn.kernels.testing import (
+    capped,
+    dense_attention,
+    random_block_mask,
+    random_qkv,
+    starts,
+    tokens_of_blocks,
+)
 from msattn.kernels.types import SparseAttention
 from tests.kernels import shared
 from tests.kernels.problems import CASES, Case, random_buckets
@@ -24,17 +33,27 @@ def random_sinks(heads: int, device: str, dtype: torch.dtype = torch.float32) ->
     return (6 * torch.randn(heads, device=device)).to(dtype)
 
 
-@pytest.mark.parametrize(("case", "softcap"), zip(CASES, itertools.cycle([None, 5.0]), strict=False), ids=str)
+@pytest.mark.parametrize(
+    ("case", "softcap"), zip(CASES, itertools.cycle([None, 5.0]), strict=False), ids=str
+)
 def test_agrees_with_fp64(case: Case, softcap: float | None, device: str) -> None:
     """Covers rows without visible keys, whose LSE is the sink, and outputs in half precision."""
     q, k, v = case.qkv(device)
     sinks = random_sinks(case.q_heads, device, case.dtype)
     mask = random_block_mask(1, 1, *case.blocks, 0.4, device)
-    sizes = case.batch, case.q_heads, case.num_queries, case.num_keys, case.causal, starts(case.padding, device)
+    sizes = (
+        case.batch,
+        case.q_heads,
+        case.num_queries,
+        case.num_keys,
+        case.causal,
+        starts(case.padding, device),
+    )
     seen = case.visible(device) & tokens_of_blocks(mask, *sizes, case.block_size)
     state = block_sparse_attention(q, k, v, mask, **case.options(device), softcap=softcap)
     got = apply_sinks(state, sinks)
-    shared.assert_agrees(got, q, k, v, seen, None, capped(softcap), sinks)  # the band is that of both roundings
+    # the band is that of both roundings
+    shared.assert_agrees(got, q, k, v, seen, None, capped(softcap), sinks)
     empty = ~seen.expand(-1, case.q_heads, -1, -1).any(-1)
     assert torch.equal(got.lse[empty], sinks.float()[:, None].expand_as(got.lse)[empty])
 
@@ -78,9 +97,13 @@ def test_bucket_mass_is_rescaled_by_rows(device: str) -> None:
     q, k, _ = random_qkv(1, 4, 2, 20, 70, device=device)
     buckets, sinks = random_buckets(1, 2, 70, 7, device).clamp(min=0), random_sinks(4, device)
     plain = bucket_mass(q, k, buckets, num_buckets=7)
-    probs = dense_attention(q, k, k, torch.ones(70, dtype=torch.bool, device=device), sinks=sinks).probs
+    probs = dense_attention(
+        q, k, k, torch.ones(70, dtype=torch.bool, device=device), sinks=sinks
+    ).probs
     member = torch.nn.functional.one_hot(buckets.long(), 7).repeat_interleave(2, 1).double()
-    torch.testing.assert_close(plain.mass * (plain.lse - sinks[:, None]).sigmoid()[..., None], (probs @ member).float())
+    torch.testing.assert_close(
+        plain.mass * (plain.lse - sinks[:, None]).sigmoid()[..., None], (probs @ member).float()
+    )
 
 
 def test_compiles(device: str) -> None:
@@ -90,5 +113,7 @@ def test_compiles(device: str) -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> SparseAttention:
         return apply_sinks(flash_decode(q, k, v, causal=True, backend="torch"), sinks)
 
-    compiled: Callable[..., SparseAttention] = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    compiled: Callable[..., SparseAttention] = torch.compile(
+        attend, fullgraph=True, backend="aot_eager"
+    )
     torch.testing.assert_close(compiled(q, k, v, sinks), attend(q, k, v, sinks))

@@ -1,4 +1,6 @@
-"""``msattn bench`` checks timed results against fp64, at sizes where a small check would miss an error."""
+"""``msattn bench`` checks timed results against fp64, at sizes where a small check would miss an
+error.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -12,10 +14,17 @@ from msattn.kernels.bench import cases, full_size
 from msattn.kernels.block_sparse_attention import forward as block_sparse_attention
 from msattn.kernels.operations import DIFFERENTIABLE
 
-SHAPE = bench.Shape(700, batch=2, q_heads=6, kv_heads=2, head_size=16, dtype=torch.float32, device="cpu")
+SHAPE = bench.Shape(
+    700, batch=2, q_heads=6, kv_heads=2, head_size=16, dtype=torch.float32, device="cpu"
+)
 OPTIONS = bench.Options(lengths=[700], queries=[1, 3])
 CHECKED = [
-    *("maxpool_attention", "block_sparse_attention", "paged_block_sparse_attention", "multiscale_attention"),
+    *(
+        "maxpool_attention",
+        "block_sparse_attention",
+        "paged_block_sparse_attention",
+        "multiscale_attention",
+    ),
     *("conv_attention", "head_mix_attention"),
     *("bucket_decode", "probe_buckets", "flash_decode", "conv_decode", "bucket_mass"),
     *("paged_bucket_decode", "paged_flash_decode"),
@@ -25,7 +34,12 @@ CHECKED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backward"),
-    [(name, backward) for name in CHECKED for backward in (False, True) if name in DIFFERENTIABLE or not backward],
+    [
+        (name, backward)
+        for name in CHECKED
+        for backward in (False, True)
+        if name in DIFFERENTIABLE or not backward
+    ],
 )
 def test_error_at_full_size_is_rounding(name: str, backward: bool) -> None:
     """Covers three windows of 128 rows of the second sequence of 700 tokens."""
@@ -46,12 +60,16 @@ def test_error_that_only_occurs_at_full_size_is_found(backward: bool, row: int) 
         return out + worse * q[-1:, -1:].sum(), lse
 
     (case, *_) = bench.CASES["block_sparse_attention"](SHAPE, replace(OPTIONS, backward=backward))
-    with pytest.raises(cases.ReferenceMismatch, match=r"first input \[2, 6, 700, 16\]: relative error"):
+    with pytest.raises(
+        cases.ReferenceMismatch, match=r"first input \[2, 6, 700, 16\]: relative error"
+    ):
         full_size.error_at_full_size(replace(case, call=wrong), backward)
 
 
 def test_wrong_gradient_is_found_where_it_is_small() -> None:
-    """Only the last window sees keys 384 to 640; their gradients are far smaller than those of the first keys."""
+    """Only the last window sees keys 384 to 640; their gradients are far smaller than those of the
+    first keys.
+    """
 
     def wrong(q: Tensor, k: Tensor, *others: Tensor) -> Any:
         k = k.clone()
@@ -59,7 +77,10 @@ def test_wrong_gradient_is_found_where_it_is_small() -> None:
         return block_sparse_attention.block_sparse_attention(q, k, *others)
 
     position = torch.arange(700)[:, None]
-    shape, options = replace(SHAPE, dtype=torch.bfloat16), replace(OPTIONS, sparsities=[0.0], backward=True)
+    shape, options = (
+        replace(SHAPE, dtype=torch.bfloat16),
+        replace(OPTIONS, sparsities=[0.0], backward=True),
+    )
     (case, *_) = bench.CASES["block_sparse_attention"](shape, options)
     error = full_size.error_at_full_size(case, True)
     assert error is not None

@@ -20,7 +20,10 @@ SHAPES = [(1, 2, 5, 5), (2, 3, 4, 70), (1, 1, 3, 1), (2, 1, 2, 300)]
 
 def causal(batch: int, rows: int, cols: int, device: str) -> Tensor:
     """Returns a causal mask ``[B, 1, Tr, Tc]``; the very first row sees nothing."""
-    seen = torch.arange(cols) <= torch.arange(rows)[:, None] + cols - rows - torch.arange(batch)[:, None, None] * 3
+    seen = (
+        torch.arange(cols)
+        <= torch.arange(rows)[:, None] + cols - rows - torch.arange(batch)[:, None, None] * 3
+    )
     seen[0, 0] = False
     return seen[:, None].to(device)
 
@@ -33,21 +36,33 @@ def select_by_sorting(scores: Tensor, counts: Tensor, visible: Tensor, always: T
         for h in range(heads):
             for r in range(rows):
                 b1 = b % visible.shape[0]
-                forced = {c for c in visible[b1, 0, r].nonzero()[:, 0].tolist() if always[b1, 0, r, c]}
+                forced = {
+                    c for c in visible[b1, 0, r].nonzero()[:, 0].tolist() if always[b1, 0, r, c]
+                }
                 row = scores[b, h, r].tolist()
-                order = sorted(visible[b1, 0, r].nonzero()[:, 0].tolist(), key=lambda c: (c not in forced, -row[c], c))
+                order = sorted(
+                    visible[b1, 0, r].nonzero()[:, 0].tolist(),
+                    key=lambda c: (c not in forced, -row[c], c),
+                )
                 chosen = forced | set(order[: int(counts[b % len(counts), 0, r])])
                 mask[b, h, r, list(chosen)] = True
     return mask.to(scores.device)
 
 
-def random_arguments(value: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...], device: str) -> dict[str, Any]:
+def random_arguments(
+    value: Callable[[tuple[int, ...]], Tensor], shape: tuple[int, ...], device: str
+) -> dict[str, Any]:
     """Returns arguments with scores from ``value``; `always` is the diagonal."""
     batch, _, rows, cols = shape
     visible = causal(batch, rows, cols, device)
     always = visible & (torch.arange(cols, device=device) >= visible.sum(-1, keepdim=True) - 1)
     counts = torch.randint(0, cols + 2, (batch, 1, rows, 1), dtype=torch.int32).to(device)
-    return {"scores": value(shape).to(device), "counts": counts, "visible": visible, "always": always}
+    return {
+        "scores": value(shape).to(device),
+        "counts": counts,
+        "visible": visible,
+        "always": always,
+    }
 
 
 SCORES: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
@@ -55,14 +70,18 @@ SCORES: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
     "probabilities": lambda shape: (torch.randn(shape) * 20).softmax(-1),
     "few values": lambda shape: torch.randint(-1, 2, shape).float() * 0.5,  # -0 and 0 among them
     "nothing": torch.zeros,
-    "extreme": lambda shape: torch.randn(shape).sign() * torch.finfo(torch.float32).max * (torch.rand(shape) < 0.5),
+    "extreme": lambda shape: (
+        torch.randn(shape).sign() * torch.finfo(torch.float32).max * (torch.rand(shape) < 0.5)
+    ),
     "denormal": lambda shape: torch.randint(0, 4, shape) * 2.0**-149,
 }
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("kind", "shape"), zip(SCORES, itertools.cycle(SHAPES), strict=False))
-def test_agrees_with_sorting(kind: str, shape, backend: Backend, device: str, poisoned: None) -> None:
+def test_agrees_with_sorting(
+    kind: str, shape, backend: Backend, device: str, poisoned: None
+) -> None:
     arguments = random_arguments(SCORES[kind], shape, device)
     got = best_blocks(**arguments, backend=backend)
     assert got.dtype == torch.bool
@@ -73,19 +92,32 @@ def test_agrees_with_sorting(kind: str, shape, backend: Backend, device: str, po
 @pytest.mark.parametrize(
     ("kind", "threshold", "exponent", "edge", "above"),
     [
-        *(("probabilities", 0.9, *x) for x in ((-1.0, 0, 0), (-0.7, -0.5, 3.5), (0.5, 0.7, 67), (-1.3, -0.2, 70))),
+        *(
+            ("probabilities", 0.9, *x)
+            for x in ((-1.0, 0, 0), (-0.7, -0.5, 3.5), (0.5, 0.7, 67), (-1.3, -0.2, 70))
+        ),
         *(("few values", threshold, 0, 0, 0) for threshold in (-4.0, 0.5, 0.0)),
     ],
 )
 def test_the_threshold_depends_on_the_visible_blocks(
-    kind: str, threshold: float, exponent: float, edge: float, above: float, backend: Backend, device: str
+    kind: str,
+    threshold: float,
+    exponent: float,
+    edge: float,
+    above: float,
+    backend: Backend,
+    device: str,
 ) -> None:
     """Blocks at the threshold are added."""
     arguments = random_arguments(SCORES[kind], (2, 3, 4, 70), device)
     limit = {"threshold": threshold, "exponent": exponent, "edge_exponent": edge, "above": above}
     got = best_blocks(**arguments, **limit, backend=backend)
     seen = arguments["visible"].sum(-1, keepdim=True).double()
-    least = threshold * seen.clamp(min=1) ** exponent * (1 - above / seen).nan_to_num(1).clamp(min=0) ** edge
+    least = (
+        threshold
+        * seen.clamp(min=1) ** exponent
+        * (1 - above / seen).nan_to_num(1).clamp(min=0) ** edge
+    )
     reach = (seen > above) & (arguments["scores"] >= least) & arguments["visible"]
     assert torch.equal(got, select_by_sorting(**arguments) | reach)
 
@@ -100,7 +132,9 @@ def test_the_threshold_depends_on_the_visible_blocks(
 def test_any_row(device: str, values: list[float], count: int, backend: Backend, seed: int) -> None:
     scores = torch.tensor(values)[None, None, None]
     generator = torch.Generator().manual_seed(seed)
-    visible, always = (torch.rand(scores.shape, generator=generator) < share for share in (0.8, 0.1))
+    visible, always = (
+        torch.rand(scores.shape, generator=generator) < share for share in (0.8, 0.1)
+    )
     arguments = scores, torch.full((1, 1, 1, 1), count, dtype=torch.int32), visible, always
     chosen = best_blocks(*(x.to(device) for x in arguments), backend=backend)
     assert torch.equal(chosen.cpu(), select_by_sorting(*arguments))
@@ -110,23 +144,36 @@ def test_any_row(device: str, values: list[float], count: int, backend: Backend,
 def test_masks_shared_by_sequences(backend: Backend, device: str) -> None:
     arguments = random_arguments(torch.randn, (3, 2, 4, 9), device)
     shared = {name: x[:1] if name != "scores" else x for name, x in arguments.items()}
-    spread = {name: x if name == "scores" else x.expand(3, -1, -1, -1) for name, x in shared.items()}
-    assert torch.equal(best_blocks(**shared, backend=backend), best_blocks(**spread, backend=backend))
+    spread = {
+        name: x if name == "scores" else x.expand(3, -1, -1, -1) for name, x in shared.items()
+    }
+    assert torch.equal(
+        best_blocks(**shared, backend=backend), best_blocks(**spread, backend=backend)
+    )
     one_for_all_heads = shared | {"scores": arguments["scores"][:1, :1].expand(3, 2, -1, -1)}
-    assert torch.equal(best_blocks(**one_for_all_heads, backend=backend), select_by_sorting(**one_for_all_heads))
+    assert torch.equal(
+        best_blocks(**one_for_all_heads, backend=backend), select_by_sorting(**one_for_all_heads)
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [2**15, 2**16])
 def test_long_rows(columns: int, device: str) -> None:
-    arguments = random_arguments(lambda shape: (torch.randn(shape) * 4).softmax(-1), (1, 2, 40, columns), device)
-    assert torch.equal(best_blocks(**arguments, backend="triton"), best_blocks(**arguments, backend="torch"))
+    arguments = random_arguments(
+        lambda shape: (torch.randn(shape) * 4).softmax(-1), (1, 2, 40, columns), device
+    )
+    assert torch.equal(
+        best_blocks(**arguments, backend="triton"), best_blocks(**arguments, backend="torch")
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_softmax_agrees_with_fp64(shape, backend: Backend, device: str, poisoned: None) -> None:
-    logits, visible = (torch.randn(shape) * 30).to(device), causal(shape[0], shape[2], shape[3], device)
+    logits, visible = (
+        (torch.randn(shape) * 30).to(device),
+        causal(shape[0], shape[2], shape[3], device),
+    )
     got = block_softmax(logits, visible, backend=backend)
     exact = logits.double().masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0)
     assert_within_budget("probabilities", got, exact, exact.float())
@@ -135,7 +182,10 @@ def test_softmax_agrees_with_fp64(shape, backend: Backend, device: str, poisoned
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradient_of_the_softmax(backend: Backend, device: str) -> None:
-    logits, visible = torch.randn(2, 2, 4, 9, device=device, requires_grad=True), causal(2, 4, 9, device)
+    logits, visible = (
+        torch.randn(2, 2, 4, 9, device=device, requires_grad=True),
+        causal(2, 4, 9, device),
+    )
     gradient = torch.randn(logits.shape, device=device)
     (got,) = torch.autograd.grad(block_softmax(logits, visible, backend=backend), logits, gradient)
     plain = logits.masked_fill(~visible, -1e30).softmax(-1) * visible

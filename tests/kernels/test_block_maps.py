@@ -1,4 +1,6 @@
-"""Tests that block_sparse_attention and multiscale_attention share: accuracy against fp64, gradients, edge cases."""
+"""Tests that block_sparse_attention and multiscale_attention share: accuracy against fp64,
+gradients, edge cases.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,9 +29,18 @@ each_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=O
 
 @each_operation
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("number", "softcap"), [CAPPED[0], *((n, None) for n in range(len(CASES))), *CAPPED[1:]], ids=str)
+@pytest.mark.parametrize(
+    ("number", "softcap"),
+    [CAPPED[0], *((n, None) for n in range(len(CASES))), *CAPPED[1:]],
+    ids=str,
+)
 def test_agrees_with_fp64(
-    operation: Operation, number: int, softcap: float | None, backend: Backend, device: str, poisoned: None
+    operation: Operation,
+    number: int,
+    softcap: float | None,
+    backend: Backend,
+    device: str,
+    poisoned: None,
 ) -> None:
     """Covers maps shared by batch or heads, and rows without a block."""
     case = CASES[number]
@@ -44,7 +55,11 @@ def test_agrees_with_fp64(
 
 @pytest.mark.parametrize(
     ("operation", "backend"),
-    [(BLOCK_SPARSE, "torch"), (MULTISCALE, "torch"), pytest.param(BLOCK_SPARSE, "triton", marks=pytest.mark.slow)],
+    [
+        (BLOCK_SPARSE, "torch"),
+        (MULTISCALE, "torch"),
+        pytest.param(BLOCK_SPARSE, "triton", marks=pytest.mark.slow),
+    ],
     ids=["block_sparse", "multiscale", "block_sparse_triton"],
 )
 @settings(max_examples=8, deadline=None)
@@ -61,7 +76,15 @@ def test_any_lengths(
     seed: int,
 ) -> None:
     case = Case(1, 2, 1, n, max(1, n + more), 16, causal=causal, block_size=block)
-    check(operation, case, operation.draw(1, 2, case.blocks, 0.5, device, seed), backend, device, backend == "torch", softcap)
+    check(
+        operation,
+        case,
+        operation.draw(1, 2, case.blocks, 0.5, device, seed),
+        backend,
+        device,
+        backend == "torch",
+        softcap,
+    )
 
 
 @pytest.mark.gpu
@@ -75,12 +98,16 @@ def test_reference_at_4095_tokens(operation: Operation, device: str) -> None:
 @each_operation
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_selected(operation: Operation, backend: Backend, device: str) -> None:
-    q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 20, head_size=16, device=device)]
+    q, k, v = inputs = [
+        x.requires_grad_() for x in random_qkv(1, 2, 1, 20, head_size=16, device=device)
+    ]
     blocks = torch.zeros(1, 1, 2, 2, dtype=operation.dtype, device=device)
     got = operation.attend(q, k, v, blocks, block_size=16, backend=backend)
     assert (got.out == 0).all()
     assert (got.lse == -torch.inf).all()
-    for x in torch.autograd.grad(got, inputs, (torch.randn_like(got.out), torch.full_like(got.lse, torch.inf))):
+    for x in torch.autograd.grad(
+        got, inputs, (torch.randn_like(got.out), torch.full_like(got.lse, torch.inf))
+    ):
         assert (x == 0).all()
 
 
@@ -109,13 +136,17 @@ def test_reads_only_selected_blocks(operation: Operation, backend: Backend, devi
 @each_operation
 def test_accepts_output_gradients_of_any_layout(operation: Operation, device: str) -> None:
     """Covers expanded, transposed and misaligned ones, and those of the LSE alone."""
-    q, k, v = inputs = [x.requires_grad_() for x in random_qkv(1, 2, 1, 70, head_size=16, device=device)]
+    q, k, v = inputs = [
+        x.requires_grad_() for x in random_qkv(1, 2, 1, 70, head_size=16, device=device)
+    ]
     blocks = operation.draw(1, 2, (3, 3), 0.5, device)
     out, lse = operation.attend(q, k, v, blocks, block_size=32, backend="triton")
     plain = torch.randn_like(out).contiguous()
     transposed = plain.mT.contiguous().mT
     shifted = torch.cat([plain.new_zeros(1), plain.flatten()])[1:].view_as(plain)
-    want, *others = (torch.autograd.grad(out, inputs, x, retain_graph=True) for x in (plain, transposed, shifted))
+    want, *others = (
+        torch.autograd.grad(out, inputs, x, retain_graph=True) for x in (plain, transposed, shifted)
+    )
     for got in others:
         shared.assert_same(got, want)
     ones = torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True)
@@ -123,7 +154,9 @@ def test_accepts_output_gradients_of_any_layout(operation: Operation, device: st
     assert (torch.autograd.grad(lse.sum(), inputs)[2] == 0).all()
 
 
-def step_of(operation: Operation, inputs: Sequence[Tensor], blocks: Tensor, **options: Any) -> Callable[[], tuple[Tensor, ...]]:
+def step_of(
+    operation: Operation, inputs: Sequence[Tensor], blocks: Tensor, **options: Any
+) -> Callable[[], tuple[Tensor, ...]]:
     """Returns a forward and backward pass on the same inputs."""
     q, k, v = leaves = [x.requires_grad_() for x in inputs]
     dout = torch.randn_like(q)
@@ -141,7 +174,9 @@ def step_of(operation: Operation, inputs: Sequence[Tensor], blocks: Tensor, **op
 def test_bitwise_reproducible(operation: Operation, dtype: torch.dtype) -> None:
     case = Case(2, 8, 2, 2000, 2000, 128, dtype, True, (0, 300))
     blocks = operation.draw(1, 8, case.blocks, 0.3, "cuda")
-    shared.assert_reproducible(step_of(operation, case.qkv("cuda"), blocks, **case.options("cuda")), runs=20)
+    shared.assert_reproducible(
+        step_of(operation, case.qkv("cuda"), blocks, **case.options("cuda")), runs=20
+    )
 
 
 @pytest.mark.gpu
@@ -150,4 +185,6 @@ def test_cuda_graph(operation: Operation) -> None:
     """A captured forward and backward step follows maps that change in place."""
     blocks = operation.draw(1, 4, (5, 5), 0.4, "cuda")
     step = step_of(operation, random_qkv(1, 4, 2, 300, dtype=torch.bfloat16, device="cuda"), blocks)
-    shared.assert_cuda_graph(step, lambda: blocks.copy_(operation.draw(1, 4, (5, 5), 0.8, "cuda", seed=1)))
+    shared.assert_cuda_graph(
+        step, lambda: blocks.copy_(operation.draw(1, 4, (5, 5), 0.8, "cuda", seed=1))
+    )

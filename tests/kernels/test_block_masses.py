@@ -25,12 +25,15 @@ def test_agrees_with_fp64(case: str, dtype: torch.dtype, device: str, poisoned: 
     seen = testing.visible(batch, queries, keys, True, kv_start, device)
     rows, cols = testing.block_numbers(batch, queries, keys, True, kv_start, 16, block)
     exact, eager = (
-        testing.dense_attention(q, k, k, seen, scale, of, testing.capped(softcap)).probs for of in (torch.float64, dtype)
+        testing.dense_attention(q, k, k, seen, scale, of, testing.capped(softcap)).probs
+        for of in (torch.float64, dtype)
     )
     blocks = -(-keys // block)
     cols = cols.where(cols >= 0, blocks).to(device)
     expected, rounded = (
-        probs.new_zeros(*probs.shape[:3], blocks + 1).scatter_add_(3, cols[:, None, None].expand_as(probs), probs)[..., :-1]
+        probs.new_zeros(*probs.shape[:3], blocks + 1).scatter_add_(
+            3, cols[:, None, None].expand_as(probs), probs
+        )[..., :-1]
         for probs in (exact, eager)
     )
     got = block_masses.launch(q, k, kv_start, block, scale, softcap)

@@ -11,7 +11,9 @@ from msattn.kernels.common.bucket_index import build_bucket_index
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**16))
 def test_lists_hold_each_key_of_a_bucket_once(num_keys: int, num_buckets: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    buckets = torch.randint(-1, num_buckets, (2, 3, num_keys), generator=generator, dtype=torch.int32)
+    buckets = torch.randint(
+        -1, num_buckets, (2, 3, num_keys), generator=generator, dtype=torch.int32
+    )
     index = build_bucket_index(buckets, num_buckets)
     assert index.offsets.dtype == index.order.dtype == torch.int32
     assert index.offsets.shape == (2, 3, num_buckets + 1)

@@ -38,7 +38,11 @@ class Case(NamedTuple):
     def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
         """Returns random q, k and buckets; some buckets are empty, some keys excluded."""
         q, k, _ = random_qkv(*self[:6], self.dtype, device)
-        return q, k, random_buckets(self.batch, self.kv_heads, self.num_keys, self.num_buckets, device)
+        return (
+            q,
+            k,
+            random_buckets(self.batch, self.kv_heads, self.num_keys, self.num_buckets, device),
+        )
 
     def positions(self, device: str) -> tuple[Tensor, Tensor]:
         """Returns ``q_pos`` and ``k_pos``: random ones, or the default ones."""
@@ -51,7 +55,12 @@ class Case(NamedTuple):
     def options(self, q_pos: Tensor, k_pos: Tensor) -> dict[str, Any]:
         """Returns keyword arguments of the operation."""
         given = {"q_pos": q_pos, "k_pos": k_pos} if self.moved else {}
-        return {"num_buckets": self.num_buckets, "causal": self.causal, "min_distance": self.min_distance, **given}
+        return {
+            "num_buckets": self.num_buckets,
+            "causal": self.causal,
+            "min_distance": self.min_distance,
+            **given,
+        }
 
 
 def by_bucket(probs: Tensor, buckets: Tensor, num_buckets: int) -> Tensor:
@@ -70,9 +79,14 @@ def check(case: Case, backend: Backend, device: str, softcap: float | None = Non
     if case.min_distance is not None:
         seen = seen & (distance.abs() > case.min_distance)
     scale = None if softcap is None else CAPPED_SCALE
-    exact, eager = (dense_attention(q, k, k, seen, scale, dtype, capped(softcap)) for dtype in (torch.float64, torch.float32))
+    exact, eager = (
+        dense_attention(q, k, k, seen, scale, dtype, capped(softcap))
+        for dtype in (torch.float64, torch.float32)
+    )
     k = k.masked_fill((buckets < 0)[..., None], float("nan"))  # excluded keys may hold any value
-    got = bucket_mass(q, k, buckets, **case.options(q_pos, k_pos), scale=scale, softcap=softcap, backend=backend)
+    got = bucket_mass(
+        q, k, buckets, **case.options(q_pos, k_pos), scale=scale, softcap=softcap, backend=backend
+    )
     assert got.mass.dtype == got.lse.dtype == torch.float32
     assert got.top_key.dtype == torch.int32
     assert_within_budget("lse", got.lse, exact.lse, eager.lse)
@@ -83,7 +97,8 @@ def check(case: Case, backend: Backend, device: str, softcap: float | None = Non
     assert (got.mass[nothing] == 0).all()
     assert torch.equal(got.top_key == -1, nothing)
     top = exact.probs.gather(-1, got.top_key.clamp(min=0).long()[..., None])[..., 0]
-    slack = 1 - 2**-20 * exact.lse.masked_fill(nothing, 0).abs().clamp(min=8)  # fp32 scores of keys that nearly tie
+    # fp32 scores of keys that nearly tie
+    slack = 1 - 2**-20 * exact.lse.masked_fill(nothing, 0).abs().clamp(min=8)
     assert (nothing | (top >= exact.probs.amax(-1) * slack)).all()
 
 
@@ -107,8 +122,12 @@ CAPPED = [(CASES[3], 5.0), (CASES[2], 50.0), (CASES[4], 5.0), (CASES[1], 5.0)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("case", "softcap"), [CAPPED[0], *((case, None) for case in CASES), *CAPPED[1:]], ids=str)
-def test_agrees_with_fp64(case: Case, softcap: float | None, backend: Backend, device: str, poisoned: None) -> None:
+@pytest.mark.parametrize(
+    ("case", "softcap"), [CAPPED[0], *((case, None) for case in CASES), *CAPPED[1:]], ids=str
+)
+def test_agrees_with_fp64(
+    case: Case, softcap: float | None, backend: Backend, device: str, poisoned: None
+) -> None:
     check(case, backend, device, softcap)
 
 
@@ -123,9 +142,20 @@ def test_agrees_with_fp64(case: Case, softcap: float | None, backend: Backend, d
     softcap=st.sampled_from([None, 1.0]),
 )
 def test_any_lengths(
-    n_q: int, n_k: int, num_buckets: int, causal: bool, min_distance: int | None, moved: bool, softcap: float | None
+    n_q: int,
+    n_k: int,
+    num_buckets: int,
+    causal: bool,
+    min_distance: int | None,
+    moved: bool,
+    softcap: float | None,
 ) -> None:
-    check(Case(1, 2, 1, n_q, n_k, 16, FULL, num_buckets, causal, min_distance, moved), "torch", "cpu", softcap)
+    check(
+        Case(1, 2, 1, n_q, n_k, 16, FULL, num_buckets, causal, min_distance, moved),
+        "torch",
+        "cpu",
+        softcap,
+    )
 
 
 @pytest.mark.gpu
@@ -133,9 +163,15 @@ def test_any_lengths(
 @pytest.mark.parametrize("head_size", [64, 80, 128, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, num_buckets: int, poisoned: None) -> None:
-    heads, lengths, masks = [(2, 2), (4, 1), (7, 1)], [(1, 1), (63, 63), (65, 111), (111, 4095)], [(False, None), (True, 9)]
+    heads, lengths, masks = (
+        [(2, 2), (4, 1), (7, 1)],
+        [(1, 1), (63, 63), (65, 111), (111, 4095)],
+        [(False, None), (True, 9)],
+    )
     limits = itertools.cycle([None, 5.0, None, 50.0, None])
-    for (q_heads, kv_heads), (n_q, n_k), (causal, distance) in itertools.product(heads, lengths, masks):
+    for (q_heads, kv_heads), (n_q, n_k), (causal, distance) in itertools.product(
+        heads, lengths, masks
+    ):
         case = Case(2, q_heads, kv_heads, n_q, n_k, head_size, dtype, num_buckets, causal, distance)
         check(case, "triton", "cuda", next(limits))
 
@@ -149,7 +185,9 @@ def test_full_product(dtype: torch.dtype, head_size: int, num_buckets: int, pois
     splits=st.integers(1, 3),
     seed=st.integers(0, 2**16),
 )
-def test_key_groups_hold_each_key_once(num_keys: int, num_buckets: int, group_size: int, splits: int, seed: int) -> None:
+def test_key_groups_hold_each_key_once(
+    num_keys: int, num_buckets: int, group_size: int, splits: int, seed: int
+) -> None:
     """In the kernel's order, each key is added once, to its bucket's output rows."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     buckets = random_buckets(1, 1, num_keys, num_buckets, seed=seed)
@@ -163,9 +201,14 @@ def test_key_groups_hold_each_key_once(num_keys: int, num_buckets: int, group_si
         members: list[int] = []
         for n in range(run):
             tile = split * len(indices) // splits // 64 + n
-            row, copied = int(out_rows[tile * segments + segment]), int(copies[tile * segments + segment])
+            row, copied = (
+                int(out_rows[tile * segments + segment]),
+                int(copies[tile * segments + segment]),
+            )
             place = torch.arange(group_size)
-            column = (segment // 4 * (group_size // 2) + place // 2) * 8 + segment % 4 * 2 + place % 2
+            column = (
+                (segment // 4 * (group_size // 2) + place // 2) * 8 + segment % 4 * 2 + place % 2
+            )
             own = indices[tile * 64 + column]
             assert torch.equal(keys[tile * 64 + column, 3], own.float())
             assert (own[group_size - copied :] == own[0]).all()
@@ -193,13 +236,16 @@ def test_large_scores_lose_no_accuracy(backend: Backend, device: str) -> None:
     torch.testing.assert_close(moved.mass, still.mass, rtol=0, atol=2e-3)
     q[..., 0], k[..., 0] = 100.0, torch.where(buckets[:, :, :, None] == 3, 160.0, 0.0)[..., 0]
     torch.testing.assert_close(
-        bucket_mass(q, k, buckets, num_buckets=7, backend=backend).mass[..., 3], torch.ones(1, 2, 5, device=device)
+        bucket_mass(q, k, buckets, num_buckets=7, backend=backend).mass[..., 3],
+        torch.ones(1, 2, 5, device=device),
     )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_saturated_scores(backend: Backend, device: str) -> None:
-    """Scores far beyond the cap are equal, so that a bucket's mass is its share of the keys; any key is a top key."""
+    """Scores far beyond the cap are equal, so that a bucket's mass is its share of the keys; any
+    key is a top key.
+    """
     q, k, _ = random_qkv(1, 2, 1, 5, 60, 64, device=device)
     buckets = random_buckets(1, 1, 60, 7, device).clamp(min=0)
     q[..., 0], k[..., 0] = 100.0, 160.0  # every score grows by 2000

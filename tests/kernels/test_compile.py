@@ -1,13 +1,14 @@
 """Compilation of every kernel for the supported GPUs, within their shared memory; no GPU is needed.
 
-Triton's interpreter accepts code that its compiler rejects (short dots, ``break``, layouts that do not fit). Each operation's
-launcher therefore runs in a process without the interpreter, on CPU tensors, with a driver that compiles kernels and does not
-launch them.
+Triton's interpreter accepts code that its compiler rejects (short dots, ``break``, layouts that do
+not fit). Each operation's launcher therefore runs in a process without the interpreter, on CPU
+tensors, with a driver that compiles kernels and does not launch them.
 
-A new operation, or a module of kernels beside them, adds a function that calls the launcher with small CPU tensors of the given
-dtype and head size. Compilation is slow: each kernel compiles at one shape for a GPU, and the variants of an operation are
-distributed over the GPUs. Further shapes (heads of 64, of 256 and 512 for the most shared memory, and fp32) compile with
-the GPU tests. Triton caches what it compiled by source, so that an unchanged kernel is not compiled again.
+A new operation, or a module of kernels beside them, adds a function that calls the launcher with
+small CPU tensors of the given dtype and head size. Compilation is slow: each kernel compiles at one
+shape for a GPU, and the variants of an operation are distributed over the GPUs. Further shapes
+(heads of 64, of 256 and 512 for the most shared memory, and fp32) compile with the GPU tests.
+Triton caches what it compiled by source, so that an unchanged kernel is not compiled again.
 """
 
 import itertools
@@ -44,11 +45,30 @@ def _flash_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.common import dense_decode as op
     from msattn.kernels.flash_decode import score_mod
 
-    plain, biased = ("partial", None, 1, False, 2), ("global", score_mod.alibi(torch.ones(4)), 64, False, 40)
-    capped, windowed = ("partial", score_mod.softcap(30.0), 16, True, 1), ("global", score_mod.sliding_window(7), 32, True, 1)
-    for variant, mod, num_queries, causal, splits in _choose([(plain, biased), (capped, windowed)], head_size, sm):
+    plain, biased = (
+        ("partial", None, 1, False, 2),
+        ("global", score_mod.alibi(torch.ones(4)), 64, False, 40),
+    )
+    capped, windowed = (
+        ("partial", score_mod.softcap(30.0), 16, True, 1),
+        ("global", score_mod.sliding_window(7), 32, True, 1),
+    )
+    for variant, mod, num_queries, causal, splits in _choose(
+        [(plain, biased), (capped, windowed)], head_size, sm
+    ):
         q, k, v = random_qkv(2, 4, 2, num_queries, 5200, head_size, dtype)
-        op.launch(q, k, v, mod, starts([8, 0]) if causal else None, starts([200, 7]), variant, causal, 0.1, splits)
+        op.launch(
+            q,
+            k,
+            v,
+            mod,
+            starts([8, 0]) if causal else None,
+            starts([200, 7]),
+            variant,
+            causal,
+            0.1,
+            splits,
+        )
 
 
 def _maxpool_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -80,14 +100,28 @@ def _multiscale_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 
 def _with_block_map(
-    forward, backward, of_map: torch.dtype, dtype: torch.dtype, head_size: int, sm: int, key_blocks: Sequence[tuple[int, ...]]
+    forward,
+    backward,
+    of_map: torch.dtype,
+    dtype: torch.dtype,
+    head_size: int,
+    sm: int,
+    key_blocks: Sequence[tuple[int, ...]],
 ) -> None:
     q, k, v = random_qkv(1, 4, 2, 200, 200, head_size, dtype)
     lse, block_size = torch.zeros(1, 4, 200), _block_size(head_size)
     for softcap, key_block in zip(CAPS, key_blocks, strict=True):
-        row_blocks, col_blocks = (-(-200 // size) for size in (block_size, *(key_block or (block_size,))))
+        row_blocks, col_blocks = (
+            -(-200 // size) for size in (block_size, *(key_block or (block_size,)))
+        )
         blocks = torch.ones(1, 2, row_blocks, col_blocks, dtype=of_map)
-        options = starts([8]) if block_size == 128 else None, block_size, *key_block, block_size != 16, 0.1
+        options = (
+            starts([8]) if block_size == 128 else None,
+            block_size,
+            *key_block,
+            block_size != 16,
+            0.1,
+        )
         forward.launch(q, k, v, blocks, *options, softcap)
         if _compiles_backward(head_size, sm):
             backward.launch(q, lse, q, k, v, blocks, q, lse, *options, softcap)
@@ -100,9 +134,24 @@ def _paged_block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -
     block_size, page_size = _block_size(head_size), _choose([256, 64, 16], head_size, sm)
     cache, _ = random_pages(k, v, starts([200]), page_size)
     row_blocks, col_blocks = -(-200 // block_size), -(-cache.table.shape[1] * page_size // 16)
-    mask, rows = random_block_mask(1, 2, row_blocks, col_blocks, 0.5), torch.tensor([0, 200], dtype=torch.int32)
-    for block_mask, key_block_size, softcap in zip((None, mask), (block_size, 16), CAPS, strict=True):
-        op.launch(q[0].transpose(0, 1), *cache, rows, block_mask, 200, block_size, key_block_size, 0.1, softcap)
+    mask, rows = (
+        random_block_mask(1, 2, row_blocks, col_blocks, 0.5),
+        torch.tensor([0, 200], dtype=torch.int32),
+    )
+    for block_mask, key_block_size, softcap in zip(
+        (None, mask), (block_size, 16), CAPS, strict=True
+    ):
+        op.launch(
+            q[0].transpose(0, 1),
+            *cache,
+            rows,
+            block_mask,
+            200,
+            block_size,
+            key_block_size,
+            0.1,
+            softcap,
+        )
 
 
 def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -112,18 +161,39 @@ def _bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     q, k, v = random_qkv(2, 4, 2, 1, 200, head_size, dtype)
     offsets, order = build_bucket_index(random_buckets(2, 2, 200, 8), 8)
     counts = torch.zeros(2, 2, dtype=torch.int64)
-    few, many = (5, None, None, None, None), (100, starts([9, 3]), starts([8, 0]), starts([200, 7]), counts)
+    few, many = (
+        (5, None, None, None, None),
+        (100, starts([9, 3]), starts([8, 0]), starts([200, 7]), counts),
+    )
     probes, recent, kv_start, kv_len, counts = _choose([few, many], head_size, sm)
     chosen = torch.zeros(2, 2, probes, dtype=torch.int32)
     for softcap in CAPS:
-        op.launch(q, k, v, offsets, order, chosen, recent, 16, 1, 0.1, softcap, kv_start, kv_len, False, counts)
+        op.launch(
+            q,
+            k,
+            v,
+            offsets,
+            order,
+            chosen,
+            recent,
+            16,
+            1,
+            0.1,
+            softcap,
+            kv_start,
+            kv_len,
+            False,
+            counts,
+        )
 
 
 def _bucket_mass(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.bucket_mass import forward as op
 
     prompt, token = (200, 200, 8, False, None), (1, 3000, 5, True, 3)
-    num_queries, num_keys, num_buckets, causal, min_distance = _choose([prompt, token], head_size, sm)
+    num_queries, num_keys, num_buckets, causal, min_distance = _choose(
+        [prompt, token], head_size, sm
+    )
     q, k, _ = random_qkv(1, 4, 2, num_queries, num_keys, head_size, dtype)
     buckets = torch.zeros(1, 2, num_keys, dtype=torch.int32)
     for softcap in CAPS:
@@ -139,7 +209,10 @@ def _merge_states(dtype: torch.dtype, head_size: int, sm: int) -> None:
 def _nearest_centroid(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import nearest_centroid as op
 
-    k, buckets = torch.zeros(1, 2, 200, head_size, dtype=dtype), torch.zeros(1, 2, 200, dtype=torch.int32)
+    k, buckets = (
+        torch.zeros(1, 2, 200, head_size, dtype=dtype),
+        torch.zeros(1, 2, 200, dtype=torch.int32),
+    )
     num_buckets = _choose([256, 10], head_size, sm)
     op.launch(k, torch.zeros(2, num_buckets, head_size))
     op.launch_sums(k, buckets, num_buckets)
@@ -149,7 +222,11 @@ def _pool_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.common import block_pooling as op
 
     x = torch.zeros(2, 200, 3, head_size, dtype=dtype).transpose(1, 2)
-    one, two, three = ("avg", 64, None, x), ("max,min", 16, None, None), ("min,avg,max", 128, torch.tensor([8, 0]), x)
+    one, two, three = (
+        ("avg", 64, None, x),
+        ("max,min", 16, None, None),
+        ("min,avg,max", 128, torch.tensor([8, 0]), x),
+    )
     op.launch(x, *_choose([two, three, one], head_size, sm))
 
 
@@ -159,7 +236,16 @@ def _best_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
     for cols in (7, 2048, 65536):
         scores, visible = torch.zeros(2, 3, 2, cols), torch.ones(1, 1, 2, cols, dtype=torch.bool)
         op.launch_softmax(scores, visible)
-        op.launch_best(scores, torch.ones(2, 1, 2, 1, dtype=torch.int32), visible, visible, math.inf, 0.0, 0.0, 0.0)
+        op.launch_best(
+            scores,
+            torch.ones(2, 1, 2, 1, dtype=torch.int32),
+            visible,
+            visible,
+            math.inf,
+            0.0,
+            0.0,
+            0.0,
+        )
 
 
 def _gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -170,14 +256,43 @@ def _gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
     usual, other = (4, head_size, None, 64, 16), (2, 24, starts([8, 0]), 128, 128)
     heads, hidden, kv_start, block, key_block = _choose([usual, other], head_size, sm)
     means = (q, 0.5) if heads == 4 or head_size == 256 else (None, 0.0)
-    weights = torch.zeros(heads, hidden, 4 // heads * head_size), torch.zeros(heads, hidden, 2 * head_size)
+    weights = (
+        torch.zeros(heads, hidden, 4 // heads * head_size),
+        torch.zeros(heads, hidden, 2 * head_size),
+    )
     pooled_k = torch.zeros(2, 2, -(-200 // key_block), (2 + (means[0] is not None)) * head_size)
     op.launch(
-        q, pooled_k, *weights, torch.zeros(hidden // 2), "avg", 200, block, key_block, kv_start, *means, head_size != 16, None
+        q,
+        pooled_k,
+        *weights,
+        torch.zeros(hidden // 2),
+        "avg",
+        200,
+        block,
+        key_block,
+        kv_start,
+        *means,
+        head_size != 16,
+        None,
     )
     columns = torch.zeros(2, heads, -(-200 // key_block))
-    op.launch(q, pooled_k, *weights, torch.zeros(hidden // 2), "avg", 200, block, key_block, kv_start, *means, False, columns)
-    block_masses.launch(q[:, :, -64:], q[:, :2], kv_start, key_block, 0.1, _choose(CAPS, head_size, sm))
+    op.launch(
+        q,
+        pooled_k,
+        *weights,
+        torch.zeros(hidden // 2),
+        "avg",
+        200,
+        block,
+        key_block,
+        kv_start,
+        *means,
+        False,
+        columns,
+    )
+    block_masses.launch(
+        q[:, :, -64:], q[:, :2], kv_start, key_block, 0.1, _choose(CAPS, head_size, sm)
+    )
     total, blocks = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.int64)
     block_counts.launch(total, torch.zeros(2, 4, 13, 13, dtype=torch.bool), blocks, 8)
 
@@ -188,8 +303,18 @@ def _probe_buckets(dtype: torch.dtype, head_size: int, sm: int) -> None:
     classifiers, num_buckets = _choose([(2, 1024), (4, 10)], head_size, sm)
     weight_in = torch.zeros(classifiers, head_size, 100, dtype=dtype)
     weight_out = torch.zeros(classifiers, 100, num_buckets, dtype=dtype)
-    bias_in, bias_out = (torch.zeros(classifiers, 1, size, dtype=dtype) for size in (100, num_buckets))
-    given = torch.zeros(2, 4, 1, head_size, dtype=dtype), weight_in, bias_in, weight_out, bias_out, 2, 5
+    bias_in, bias_out = (
+        torch.zeros(classifiers, 1, size, dtype=dtype) for size in (100, num_buckets)
+    )
+    given = (
+        torch.zeros(2, 4, 1, head_size, dtype=dtype),
+        weight_in,
+        bias_in,
+        weight_out,
+        bias_out,
+        2,
+        5,
+    )
     op.launch(*given, None, None)
     op.launch(*given, torch.zeros(2, 2, num_buckets, dtype=torch.int32), 1.5)
 
@@ -200,7 +325,9 @@ def _conv_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
     fewer = (3, 3), torch.tensor([8], dtype=torch.int32), "query"
     usual, one = ((6, 11), None, "query"), ((1, 3), None, "key")
     for taps, kv_start, mask in {128: (usual,), 256: (fewer,)}.get(head_size, (fewer, one)):
-        _with_gradient(op, torch.ones(4, *taps), dtype, head_size, sm, kv_start, kv_start is None, mask)
+        _with_gradient(
+            op, torch.ones(4, *taps), dtype, head_size, sm, kv_start, kv_start is None, mask
+        )
 
 
 def _paged_cache(dtype: torch.dtype, head_size: int, page_size: int):
@@ -219,7 +346,10 @@ def _paged_bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
     variants = (256, starts([5, 9]), 30.0, None), (16, None, None, counts)
     page_size, recent_of, softcap, counts = _choose(variants, head_size, sm)
     q, cache = _paged_cache(dtype, head_size, page_size)
-    buckets, probes = torch.zeros(40, page_size, 2, dtype=torch.int16), torch.zeros(2, 2, 5, dtype=torch.int32)
+    buckets, probes = (
+        torch.zeros(40, page_size, 2, dtype=torch.int16),
+        torch.zeros(2, 2, 5, dtype=torch.int32),
+    )
     op.launch(q, *cache, buckets, probes, recent_of, 9, 1, 0.1, softcap, counts)
 
 
@@ -227,9 +357,15 @@ def _paged_bucket_sizes(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.paged import bucket_sizes as op
 
     num_buckets, page_size = _choose([(1024, 16), (100, 64), (2**15, 256)], head_size, sm)
-    ids, table = torch.zeros(40, page_size, 2, dtype=torch.int16), torch.zeros(2, 20, dtype=torch.int32)
+    ids, table = (
+        torch.zeros(40, page_size, 2, dtype=torch.int16),
+        torch.zeros(2, 20, dtype=torch.int32),
+    )
     kv_len = table[:, 0].contiguous()
-    counted, sizes = _choose([None, kv_len, kv_len], head_size, sm), torch.zeros(2, 2, num_buckets, dtype=torch.int32)
+    counted, sizes = (
+        _choose([None, kv_len, kv_len], head_size, sm),
+        torch.zeros(2, 2, num_buckets, dtype=torch.int32),
+    )
     op.launch(ids, table, kv_len, counted, sizes)
 
 
@@ -258,19 +394,29 @@ def _head_mix_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 
 def _with_gradient(
-    op, weight: torch.Tensor, dtype: torch.dtype, head_size: int, sm: int, kv_start, causal: bool, *options
+    op,
+    weight: torch.Tensor,
+    dtype: torch.dtype,
+    head_size: int,
+    sm: int,
+    kv_start,
+    causal: bool,
+    *options,
 ) -> None:
     inputs = [*random_qkv(1, 4, 2, 200, 200, head_size, dtype), weight.to(dtype)]
     out, lse = op.launch(*inputs, kv_start, causal, 0.1, *options)
     if _compiles_backward(head_size, sm):
-        op.launch_backward(torch.zeros_like(out), *inputs, out, lse, kv_start, causal, 0.1, *options)
+        op.launch_backward(
+            torch.zeros_like(out), *inputs, out, lse, kv_start, causal, 0.1, *options
+        )
 
 
 def _decoder_layer(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels import decoder_layer as op
 
     cols, eps = _choose([4096, 16384, 100], head_size, sm), 1e-6
-    for shape in ((1, 1, cols), (2, 3, head_size), (2**20 // cols + 1, cols)):  # one row, several rows of a program, many rows
+    # one row, several rows of a program, many rows
+    for shape in ((1, 1, cols), (2, 3, head_size), (2**20 // cols + 1, cols)):
         x = torch.zeros(shape, dtype=dtype)
         op.launch_rms_norm(x, x.new_zeros(shape[-1]), eps)
         op.launch_gated_silu(x, x)
@@ -278,7 +424,10 @@ def _decoder_layer(dtype: torch.dtype, head_size: int, sm: int) -> None:
     op.launch_gated_silu(*halves)
     for tokens, position in ((1, torch.zeros(1, dtype=torch.int64)), (100, 0)):
         q, k, v = random_qkv(2, 4, 2, tokens, tokens, head_size, dtype)
-        cache, cos = torch.zeros(2, 2, 200, head_size, dtype=dtype), torch.zeros(1, tokens, head_size, dtype=dtype)
+        cache, cos = (
+            torch.zeros(2, 2, 200, head_size, dtype=dtype),
+            torch.zeros(1, tokens, head_size, dtype=dtype),
+        )
         op.launch_rotate_and_append(q, k, v, cos, cos, cache, cache, position)
 
 
@@ -294,9 +443,15 @@ def _unrotate(dtype: torch.dtype, head_size: int, sm: int) -> None:
 def _write_pages(dtype: torch.dtype, head_size: int, sm: int) -> None:
     from msattn.kernels.paged import write as op
 
-    cache, buckets = torch.zeros(9, 16, 2, head_size, dtype=dtype), torch.zeros(9, 16, 2, dtype=torch.int16)
+    cache, buckets = (
+        torch.zeros(9, 16, 2, head_size, dtype=dtype),
+        torch.zeros(9, 16, 2, dtype=torch.int16),
+    )
     for tokens in (1, 100):
-        new, slots = torch.zeros(2, tokens, head_size, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
+        new, slots = (
+            torch.zeros(2, tokens, head_size, dtype=dtype),
+            torch.zeros(tokens, dtype=torch.int64),
+        )
         op.launch(new, new, cache, cache, slots, slots, slots.int().expand(2, tokens), buckets)
         op.launch(new, new, cache, cache, slots, slots, None, None)
 
@@ -307,7 +462,9 @@ def _choose(variants: Sequence[Variant], head_size: int, sm: int) -> Variant:
 
 
 def _compiles_backward(head_size: int, sm: int) -> bool:
-    """Returns False on sm_80 for the first shape: its backward passes compile with the further shapes."""
+    """Returns False on sm_80 for the first shape: its backward passes compile with the further
+    shapes.
+    """
     return sm == 90 or head_size != 128
 
 
@@ -317,7 +474,8 @@ def _block_size(head_size: int) -> int:
 
 
 LAUNCHES: dict[str, Callable[[torch.dtype, int, int], None]] = {
-    name: globals()[f"_{name}"] for name in (*OPERATIONS, "decoder_layer", "unrotate", "write_pages")
+    name: globals()[f"_{name}"]
+    for name in (*OPERATIONS, "decoder_layer", "unrotate", "write_pages")
 }
 
 
@@ -344,7 +502,9 @@ def check_compiles(part: int, heads: Heads) -> None:
         "further" if heads is FURTHER_HEADS else "first",
         *operations,
     ]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     compiled = [f"{operation} sm_{sm}: kernel" for operation in operations for sm in heads]
     assert all(each in done.stdout for each in compiled)

@@ -46,7 +46,12 @@ def with_gradients(
 
 
 def check(
-    case: Case, size: tuple[int, int], mask: ConvMask, backend: Backend, device: str, weight_dtype: torch.dtype | None = None
+    case: Case,
+    size: tuple[int, int],
+    mask: ConvMask,
+    backend: Backend,
+    device: str,
+    weight_dtype: torch.dtype | None = None,
 ) -> None:
     weight = random_convolution(case.q_heads, size, weight_dtype or case.dtype, device)
     mixed = weight.abs().sum((1, 2)).max().item()
@@ -87,17 +92,30 @@ def test_agrees_with_fp64(
     check(case, size, mask, backend, device)
 
 
-def literal_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, counts: Callable[[int, int, int], bool]) -> Tensor:
-    """Computes causal attention in fp64, score by score; ``counts(i, row, key)`` chooses the scores that enter output row i."""
+def literal_attention(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, counts: Callable[[int, int, int], bool]
+) -> Tensor:
+    """Computes causal attention in fp64, score by score; ``counts(i, row, key)`` chooses the scores
+    that enter output row i.
+    """
     q, k, v, weight = (x.double() for x in (q, k, v, weight))
     tokens, (window, taps) = q.shape[2], weight.shape[1:]
     scores = q @ k.mT * q.shape[3] ** -0.5
     mixed = torch.full_like(scores, -torch.inf)
     for i, j in itertools.product(range(tokens), repeat=2):
         if j <= i:
-            places = [(a, c, i - window + 1 + a, j - (taps - 1) // 2 + c) for a in range(window) for c in range(taps)]
-            inside = [at for at in places if min(at[2:]) >= 0 and at[3] < tokens and counts(i, *at[2:])]
-            mixed[:, :, i, j] = sum((weight[:, a, c] * scores[:, :, row, key] for a, c, row, key in inside), torch.zeros(()))
+            places = [
+                (a, c, i - window + 1 + a, j - (taps - 1) // 2 + c)
+                for a in range(window)
+                for c in range(taps)
+            ]
+            inside = [
+                at for at in places if min(at[2:]) >= 0 and at[3] < tokens and counts(i, *at[2:])
+            ]
+            mixed[:, :, i, j] = sum(
+                (weight[:, a, c] * scores[:, :, row, key] for a, c, row, key in inside),
+                torch.zeros(()),
+            )
     return mixed.softmax(-1) @ v
 
 
@@ -107,7 +125,9 @@ def own_query(_: int, row: int, key: int) -> bool:
 
 
 def output_query(i: int, _: int, key: int) -> bool:
-    """The printed formula of the paper, ``mask="key"``: a score counts unless its key comes after the output's query."""
+    """The printed formula of the paper, ``mask="key"``: a score counts unless its key comes after
+    the output's query.
+    """
     return key <= i
 
 
@@ -116,30 +136,50 @@ def test_masks_are_the_readings_of_the_paper(backend: Backend, device: str) -> N
     """The two readings of the causal mask differ on normal inputs."""
     q, k, v = random_qkv(1, 2, 2, 14, head_size=16, device="cpu")
     weight = random_convolution(2, (4, 5), FULL, "cpu")
-    own, printed = (literal_attention(q, k, v, weight, counts) for counts in (own_query, output_query))
+    own, printed = (
+        literal_attention(q, k, v, weight, counts) for counts in (own_query, output_query)
+    )
     masks: tuple[ConvMask, ConvMask] = ("query", "key")
     for mask, want in zip(masks, (own, printed), strict=True):
-        got = conv_attention(*(x.to(device) for x in (q, k, v, weight)), mask=mask, backend=backend).cpu().double()
+        got = (
+            conv_attention(*(x.to(device) for x in (q, k, v, weight)), mask=mask, backend=backend)
+            .cpu()
+            .double()
+        )
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert (printed - own).norm() > 0.1 * own.norm()
-    assert ((printed - own).abs().amax((1, 3))[0, 1:] > 1e-3).all(), "every row but the first, which has one key"
+    assert ((printed - own).abs().amax((1, 3))[0, 1:] > 1e-3).all(), (
+        "every row but the first, which has one key"
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_size", [64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> None:
-    """A length has one size of the mixing kernel, padding one mask: each further combination compiles for a minute."""
+    """A length has one size of the mixing kernel, padding one mask: each further combination
+    compiles for a minute.
+    """
     sizes = {1: (1, 1), 63: (3, 3), 65: (6, 11), 111: (2, 4), 1025: (5, 1), 130: (3, 4)}
-    for case in full_product(head_size, dtype, [(1, 1), (63, 63), (65, 65), (111, 300), (1025, 1025), (130, 65)]):
-        check(case, sizes[case.num_queries], "query" if case.padding is None else "key", "triton", "cuda")
+    for case in full_product(
+        head_size, dtype, [(1, 1), (63, 63), (65, 65), (111, 300), (1025, 1025), (130, 65)]
+    ):
+        check(
+            case,
+            sizes[case.num_queries],
+            "query" if case.padding is None else "key",
+            "triton",
+            "cuda",
+        )
     for mask in get_args(ConvMask):
         check(Case(1, 4, 2, 2047, 2047, head_size, dtype), (6, 11), mask, "triton", "cuda")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_small_scratch_equals_one_pass(backend: Backend, device: str, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+def test_small_scratch_equals_one_pass(
+    backend: Backend, device: str, monkeypatch: pytest.MonkeyPatch, poisoned: None
+) -> None:
     """A small scratch forces processing by single heads and by a few rows."""
     q, k, v = random_qkv(1, 2, 2, 140, head_size=16, dtype=HALF, device=device)
     inputs, dout = (q, k, v, random_convolution(2, (2, 2), HALF, device)), torch.randn_like(q)
@@ -158,7 +198,9 @@ def test_later_tokens_have_no_influence(backend: Backend, mask: ConvMask, device
     before = conv_attention(q, k, v, weight, mask=mask, backend=backend)[:, :, :30]
     for x in (q, k, v):
         x[:, :, 30:] *= 3
-    shared.assert_same(conv_attention(q, k, v, weight, mask=mask, backend=backend)[:, :, :30], before)
+    shared.assert_same(
+        conv_attention(q, k, v, weight, mask=mask, backend=backend)[:, :, :30], before
+    )
 
 
 @settings(max_examples=15, deadline=None)
@@ -179,7 +221,10 @@ def test_fp32_weight_with_16_bit_inputs(backend: Backend, device: str) -> None:
 
 
 def test_accepts_misaligned_output_gradients(device: str) -> None:
-    inputs = *random_qkv(1, 2, 1, 20, head_size=16, device=device), random_convolution(2, (2, 2), FULL, device)
+    inputs = (
+        *random_qkv(1, 2, 1, 20, head_size=16, device=device),
+        random_convolution(2, (2, 2), FULL, device),
+    )
     mixed_scores.assert_accepts_misaligned_gradients(conv_attention, inputs)
 
 
@@ -216,7 +261,9 @@ def test_offsets_beyond_32_bits(long: str) -> None:
     else:
         kv_start = None
     leaves = [x.requires_grad_() for x in (q, k, v, weight)]
-    out = conv_attention(leaves[0], leaves[1], leaves[2], leaves[3], causal=False, kv_start=kv_start)
+    out = conv_attention(
+        leaves[0], leaves[1], leaves[2], leaves[3], causal=False, kv_start=kv_start
+    )
     dout = torch.zeros_like(out)
     dout[:, :, -20:] = torch.randn_like(dout[:, :, -20:])
     got = torch.autograd.grad(out, leaves, dout)
@@ -225,5 +272,9 @@ def test_offsets_beyond_32_bits(long: str) -> None:
     short = [*tails, weight.detach().requires_grad_()]
     want = conv_attention(short[0], short[1], short[2], short[3], causal=False)
     torch.testing.assert_close(out[:, :, -20:], want[:, :, -20:])
-    for x, y in zip(got, torch.autograd.grad(want, short, dout[:, :, -want.shape[2] :]), strict=True):
-        torch.testing.assert_close(x[:, :, -20:] if x.dim() == 4 else x, y[:, :, -20:] if y.dim() == 4 else y)
+    for x, y in zip(
+        got, torch.autograd.grad(want, short, dout[:, :, -want.shape[2] :]), strict=True
+    ):
+        torch.testing.assert_close(
+            x[:, :, -20:] if x.dim() == 4 else x, y[:, :, -20:] if y.dim() == 4 else y
+        )

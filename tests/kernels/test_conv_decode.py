@@ -41,7 +41,16 @@ class Case(NamedTuple):
     def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns query window (0 before a sequence), cache and weights."""
         window, _ = self.size
-        q, k, v = random_qkv(self.batch, self.q_heads, self.kv_heads, window, self.num_keys, self.head_size, self.dtype, device)
+        q, k, v = random_qkv(
+            self.batch,
+            self.q_heads,
+            self.kv_heads,
+            window,
+            self.num_keys,
+            self.head_size,
+            self.dtype,
+            device,
+        )
         for b, (start, end) in enumerate(self.spans()):
             q[b, :, : max(window - max(end - start, 0), 0)] = 0
         return q, k, v, random_convolution(self.q_heads, self.size, self.dtype, device)
@@ -52,7 +61,9 @@ class Case(NamedTuple):
         return {**lengths, "splits": self.splits, "mask": self.mask}
 
 
-def last_row(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, case: Case, dtype: torch.dtype) -> Tensor:
+def last_row(
+    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, case: Case, dtype: torch.dtype
+) -> Tensor:
     """Returns the last row of the definition of ``conv_attention``, of each sequence by itself."""
     out = torch.zeros_like(q[:, :, :1], dtype=dtype)
     for b, (start, end) in enumerate(case.spans()):
@@ -73,8 +84,11 @@ def check(case: Case, backend: Backend, device: str) -> None:
     got = conv_decode(*inputs, **case.options(device), backend=backend)
     assert got.dtype == case.dtype
     assert all((got[b] == 0).all() for b, (start, end) in enumerate(case.spans()) if end <= start)
-    mixed = inputs[3].abs().sum((1, 2)).max().item()  # a mixed score is a weighted sum, which scales the rounding error
-    assert_within_budget("out", got, exact, eager, term=mixed * inputs[2].nan_to_num().abs().max().item())
+    # a mixed score is a weighted sum, which scales the rounding error
+    mixed = inputs[3].abs().sum((1, 2)).max().item()
+    assert_within_budget(
+        "out", got, exact, eager, term=mixed * inputs[2].nan_to_num().abs().max().item()
+    )
 
 
 CASES = [
@@ -104,12 +118,41 @@ def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: N
 @pytest.mark.parametrize("head_size", [64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> None:
-    heads, lengths, splits = [(2, 2), (4, 1), (7, 1)], [1, 23, 63, 65, 111, 4095], itertools.cycle([None, 1, 5])
+    heads, lengths, splits = (
+        [(2, 2), (4, 1), (7, 1)],
+        [1, 23, 63, 65, 111, 4095],
+        itertools.cycle([None, 1, 5]),
+    )
     masks: Iterator[ConvMask] = itertools.cycle(["query", "key"])
-    sizes = [(6, 11), (3, 3), (2, 4), (5, 1), (1, 1), (1, 2), (4, 5), (6, 8), (1, 9), (4, 16), (6, 17), (4, 32)]
+    sizes = [
+        (6, 11),
+        (3, 3),
+        (2, 4),
+        (5, 1),
+        (1, 1),
+        (1, 2),
+        (4, 5),
+        (6, 8),
+        (1, 9),
+        (4, 16),
+        (6, 17),
+        (4, 32),
+    ]
     for (q_heads, kv_heads), num_keys, size in itertools.product(heads, lengths, sizes):
         for padding, filled in ((None, None), ((num_keys // 2, 0), (num_keys, num_keys // 2))):
-            case = Case(2, q_heads, kv_heads, num_keys, head_size, size, dtype, padding, filled, next(splits), next(masks))
+            case = Case(
+                2,
+                q_heads,
+                kv_heads,
+                num_keys,
+                head_size,
+                size,
+                dtype,
+                padding,
+                filled,
+                next(splits),
+                next(masks),
+            )
             check(case, "triton", "cuda")
 
 
@@ -125,17 +168,37 @@ def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> Non
     backend=st.sampled_from(BACKENDS),
 )
 def test_any_lengths(
-    device: str, n: int, window: int, taps: int, pad: int, free: int, mask: ConvMask, backend: Backend
+    device: str,
+    n: int,
+    window: int,
+    taps: int,
+    pad: int,
+    free: int,
+    mask: ConvMask,
+    backend: Backend,
 ) -> None:
     num_keys = max(1, pad + n + free)
-    case = Case(1, 2, 1, num_keys, 16, (window, taps), FULL, (min(pad, num_keys),), (min(pad + n, num_keys),), mask=mask)
+    case = Case(
+        1,
+        2,
+        1,
+        num_keys,
+        16,
+        (window, taps),
+        FULL,
+        (min(pad, num_keys),),
+        (min(pad + n, num_keys),),
+        mask=mask,
+    )
     check(case, backend, device)
 
 
 @pytest.mark.slow
 def test_accepts_strided_views(device: str) -> None:
     q, _, _, weight = Case(2, 4, 2, 70, 64, (2, 3)).inputs(device)
-    shared.assert_strides_accepted(lambda k, v: conv_decode(q, k, v, weight, backend="triton"), device)
+    shared.assert_strides_accepted(
+        lambda k, v: conv_decode(q, k, v, weight, backend="triton"), device
+    )
 
 
 @pytest.mark.gpu
@@ -143,14 +206,20 @@ def test_cuda_graph() -> None:
     """A captured step follows in-place changes of lengths, bit by bit."""
     q, k, v, weight = Case(2, 8, 2, 5000, 128, (6, 11), torch.bfloat16).inputs("cuda")
     kv_len = torch.tensor([4000, 3000], dtype=torch.int32, device="cuda")
-    shared.assert_cuda_graph(lambda: conv_decode(q, k, v, weight, kv_len=kv_len), lambda: kv_len.copy_(torch.tensor([5000, 1])))
+    shared.assert_cuda_graph(
+        lambda: conv_decode(q, k, v, weight, kv_len=kv_len),
+        lambda: kv_len.copy_(torch.tensor([5000, 1])),
+    )
 
 
 @pytest.mark.gpu
 def test_offsets_beyond_32_bits() -> None:
     """The sequence fills the end of a head of more than 2**31 elements."""
-    k, v = (torch.randn(1, 1, 2**24 + 300, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    k, v = (
+        torch.randn(1, 1, 2**24 + 300, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2)
+    )
     q, _, _, weight = Case(1, 4, 1, 300, 128, (6, 11), torch.bfloat16).inputs("cuda")
     got = conv_decode(q, k, v, weight, kv_start=starts([2**24], "cuda"))
     want = conv_decode(q, k[:, :, -300:], v[:, :, -300:], weight)
-    torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-9)  # with other splits, P is rounded relative to other maxima
+    # with other splits, P is rounded relative to other maxima
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-9)

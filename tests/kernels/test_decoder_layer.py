@@ -24,14 +24,18 @@ def _no_grad() -> Any:
 
 
 def assert_same(got: Tensor, want: Tensor, backend: Backend) -> None:
-    """Asserts equality; of two roundings in a row, Triton's may each go to the neighbouring number."""
+    """Asserts equality; of two roundings in a row, Triton's may each go to the neighbouring
+    number.
+    """
     if backend == "torch":
         assert torch.equal(got, want)
         return
     limits = torch.finfo(got.dtype)
     # In fp32 the order of a sum and the rounded argument of exp2 show too.
     ulps = 16 if got.dtype == torch.float32 else 2
-    torch.testing.assert_close(got, want, rtol=ulps * limits.eps, atol=8 * limits.smallest_normal * limits.eps)
+    torch.testing.assert_close(
+        got, want, rtol=ulps * limits.eps, atol=8 * limits.smallest_normal * limits.eps
+    )
 
 
 def llama_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -45,7 +49,9 @@ def random(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
 
 
 def layouts(x: Tensor, other: Tensor) -> dict[str, Tensor]:
-    """Views of ``x [B, N, H, D]``: contiguous, slices of a fused projection, transposed, every second element."""
+    """Views of ``x [B, N, H, D]``: contiguous, slices of a fused projection, transposed, every
+    second element.
+    """
     fused = torch.cat([other, x, other], dim=2)
     pairs = torch.stack([x, other], dim=-1)
     return {
@@ -65,9 +71,16 @@ LAYOUTS = list(layouts(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)))
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1, 4096), (3, 7, 64), (2, 5, 3, 80), (1, 1, 9, 128), (5, 1), (2, 5120), (16384,)])
-def test_norm_equals_that_of_transformers(shape: tuple[int, ...], dtype: torch.dtype, backend: Backend, device: str) -> None:
-    x, weight = 3 * random(*shape, dtype=dtype, device=device), random(shape[-1], dtype=dtype, device=device)
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 4096), (3, 7, 64), (2, 5, 3, 80), (1, 1, 9, 128), (5, 1), (2, 5120), (16384,)]
+)
+def test_norm_equals_that_of_transformers(
+    shape: tuple[int, ...], dtype: torch.dtype, backend: Backend, device: str
+) -> None:
+    x, weight = (
+        3 * random(*shape, dtype=dtype, device=device),
+        random(shape[-1], dtype=dtype, device=device),
+    )
     got = rms_norm(x, weight, EPS, backend=backend)
     assert got.dtype == dtype
     assert_same(got, llama_norm(x, weight), backend)
@@ -81,13 +94,21 @@ def test_norm_and_gated_silu_of_strided_rows(layout: str, backend: Backend, devi
     gate, up = layouts(x, other)[layout], layouts(other, x)[layout].contiguous()
     assert_same(rms_norm(gate, weight, EPS, backend=backend), llama_norm(gate, weight), backend)
     for left, right in ((gate, up), (up, gate), (gate, gate)):
-        assert_same(gated_silu(left, right, backend=backend), torch.nn.functional.silu(left) * right, backend)
+        assert_same(
+            gated_silu(left, right, backend=backend),
+            torch.nn.functional.silu(left) * right,
+            backend,
+        )
 
 
 def test_slices_of_a_projection_are_not_copied() -> None:
     x = torch.zeros(3, 4, 5, 72)
     views = layouts(x, x)
-    copied = {name for name in LAYOUTS if module._row_layout(views[name])[0].data_ptr() != views[name].data_ptr()}
+    copied = {
+        name
+        for name in LAYOUTS
+        if module._row_layout(views[name])[0].data_ptr() != views[name].data_ptr()
+    }
     assert copied == {"transposed", "every second"}
 
 
@@ -104,7 +125,9 @@ def test_tiles_for_many_rows(few: bool, device: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1, 1536), (2, 3, 515), (1,), (7, 1)])
-def test_gated_silu_equals_that_of_pytorch(shape: tuple[int, ...], dtype: torch.dtype, backend: Backend, device: str) -> None:
+def test_gated_silu_equals_that_of_pytorch(
+    shape: tuple[int, ...], dtype: torch.dtype, backend: Backend, device: str
+) -> None:
     gate, up = (4 * random(*shape, dtype=dtype, device=device) for _ in range(2))
     got = gated_silu(gate, up, backend=backend)
     assert got.dtype == dtype
@@ -114,21 +137,42 @@ def test_gated_silu_equals_that_of_pytorch(shape: tuple[int, ...], dtype: torch.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, for infinities
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gated_silu_of_extreme_numbers(backend: Backend, device: str) -> None:
-    gate = torch.tensor([-torch.inf, -1e30, -104.0, -0.0, 0.0, 104.0, 1e30, torch.inf, torch.nan], device=device)
-    got, want = (f(gate) for f in (lambda x: gated_silu(x, torch.ones_like(x), backend=backend), torch.nn.functional.silu))
+    gate = torch.tensor(
+        [-torch.inf, -1e30, -104.0, -0.0, 0.0, 104.0, 1e30, torch.inf, torch.nan], device=device
+    )
+    got, want = (
+        f(gate)
+        for f in (
+            lambda x: gated_silu(x, torch.ones_like(x), backend=backend),
+            torch.nn.functional.silu,
+        )
+    )
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-38, equal_nan=True)
 
 
 def step(
-    batch: int, q_heads: int, kv_heads: int, head: int, dtype: torch.dtype, device: str, angles: int = 1, tokens: int = 1
+    batch: int,
+    q_heads: int,
+    kv_heads: int,
+    head: int,
+    dtype: torch.dtype,
+    device: str,
+    angles: int = 1,
+    tokens: int = 1,
 ) -> dict[str, Any]:
-    """Returns arguments of `rotate_and_append`: slices of a fused projection, and a cache of NaN that is a view itself."""
+    """Returns arguments of `rotate_and_append`: slices of a fused projection, and a cache of NaN
+    that is a view itself.
+    """
     capacity = tokens + 5
-    fused = random(batch, tokens, q_heads + 2 * kv_heads, head, dtype=dtype, device=device).transpose(1, 2)
+    fused = random(
+        batch, tokens, q_heads + 2 * kv_heads, head, dtype=dtype, device=device
+    ).transpose(1, 2)
     q, k, v = fused.split([q_heads, kv_heads, kv_heads], dim=1)
     angle = torch.randn(angles, tokens, head // 2, device=device).repeat(1, 1, 2)
     keys = torch.full((batch, kv_heads, capacity, head), torch.nan, dtype=dtype, device=device)
-    values = torch.full((capacity, batch, kv_heads + 1, head + 8), torch.nan, dtype=dtype, device=device)
+    values = torch.full(
+        (capacity, batch, kv_heads + 1, head + 8), torch.nan, dtype=dtype, device=device
+    )
     return {
         "q": q,
         "k": k,
@@ -146,7 +190,13 @@ def step(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("batch", "q_heads", "kv_heads", "head", "angles", "tokens"),
-    [(1, 4, 4, 64, 1, 1), (2, 8, 2, 80, 2, 37), (3, 7, 1, 128, 1, 1), (1, 4, 1, 256, 1, 16), (2, 1, 1, 8, 2, 2)],
+    [
+        (1, 4, 4, 64, 1, 1),
+        (2, 8, 2, 80, 2, 37),
+        (3, 7, 1, 128, 1, 1),
+        (1, 4, 1, 256, 1, 16),
+        (2, 1, 1, 8, 2, 2),
+    ],
 )
 def test_rotation_equals_that_of_transformers(
     batch: int,
@@ -174,8 +224,12 @@ def test_rotation_equals_that_of_transformers(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("position", "written"), [(0, True), (5, True), (-1, False), (6, False), (2**40, False)])
-def test_positions_outside_the_cache_are_not_written(position: int, written: bool, backend: Backend, device: str) -> None:
+@pytest.mark.parametrize(
+    ("position", "written"), [(0, True), (5, True), (-1, False), (6, False), (2**40, False)]
+)
+def test_positions_outside_the_cache_are_not_written(
+    position: int, written: bool, backend: Backend, device: str
+) -> None:
     given = step(2, 4, 2, 64, torch.float32, device)
     given["position"].fill_(position)
     got = rotate_and_append(**given, backend=backend)
@@ -194,7 +248,9 @@ def test_tokens_past_the_end_of_the_cache_are_not_written(backend: Backend, devi
     rotate_and_append(**same | {"position": torch.tensor([9], device=device)}, backend=backend)
     assert given["keys"].isnan().flatten(0, 1).all(-1).all(0).tolist() == [n < 9 for n in range(25)]
     for name in ("keys", "values"):
-        torch.testing.assert_close(given[name][:, :, 9:].isnan(), torch.zeros_like(given[name][:, :, 9:], dtype=torch.bool))
+        torch.testing.assert_close(
+            given[name][:, :, 9:].isnan(), torch.zeros_like(given[name][:, :, 9:], dtype=torch.bool)
+        )
     torch.testing.assert_close(given["values"][:, :, 9:], given["v"][:, :, :16], rtol=0, atol=0)
     torch.testing.assert_close(same["values"][:, :, 9:], given["v"][:, :, :16], rtol=0, atol=0)
 
@@ -207,7 +263,9 @@ def test_no_gradient(backend: Backend, device: str) -> None:
         for call in (
             lambda: rms_norm(x, weight, EPS, backend=backend),
             lambda: gated_silu(x, x * weight, backend=backend),
-            lambda: rotate_and_append(**given | {"k": given["k"].clone().requires_grad_()}, backend=backend),
+            lambda: rotate_and_append(
+                **given | {"k": given["k"].clone().requires_grad_()}, backend=backend
+            ),
         ):
             with pytest.raises(NotImplementedError, match="for inference"):
                 call()
@@ -231,11 +289,18 @@ def test_more_than_2_31_elements() -> None:
 def test_cuda_graph() -> None:
     """A replayed graph writes at the position that the tensor holds then."""
     given = step(2, 8, 2, 128, torch.bfloat16, "cuda")
-    x, weight = torch.randn(2, 1, 4096, device="cuda").bfloat16(), torch.randn(4096, device="cuda").bfloat16()
+    x, weight = (
+        torch.randn(2, 1, 4096, device="cuda").bfloat16(),
+        torch.randn(4096, device="cuda").bfloat16(),
+    )
 
     def layer() -> tuple[Tensor, ...]:
         given["keys"].fill_(7)
-        return gated_silu(rms_norm(x, weight, EPS), x), rotate_and_append(**given), given["keys"].clone()
+        return (
+            gated_silu(rms_norm(x, weight, EPS), x),
+            rotate_and_append(**given),
+            given["keys"].clone(),
+        )
 
     shared.assert_cuda_graph(layer, lambda: given["position"].fill_(4))
     assert (given["keys"] != 7).any(-1).nonzero()[:, 2].unique().tolist() == [4]

@@ -50,22 +50,36 @@ class Case(NamedTuple):
     def score_mod(self, device: str) -> ScoreMod | None:
         """Returns the modification named by ``mod``."""
         if self.mod == "bias":
-            bias = torch.linspace(-2, 2, self.batch * self.num_keys, device=device).view(self.batch, self.num_keys)
+            bias = torch.linspace(-2, 2, self.batch * self.num_keys, device=device).view(
+                self.batch, self.num_keys
+            )
             bias[:, 3::7] = -math.inf
             return ScoreMod(_bias_kernel, _bias, (bias,), (self.num_keys, 0.7))
         slopes = 2.0 ** -torch.arange(1, self.q_heads + 1, device=device)
-        return {None: None, "softcap": softcap(CAP), "alibi": alibi(slopes), "sliding_window": sliding_window(WIDTH)}[self.mod]
+        return {
+            None: None,
+            "softcap": softcap(CAP),
+            "alibi": alibi(slopes),
+            "sliding_window": sliding_window(WIDTH),
+        }[self.mod]
 
     def options(self, device: str) -> dict[str, Any]:
         """Returns keyword arguments of the operation."""
         lengths = {"kv_start": starts(self.padding, device), "kv_len": starts(self.filled, device)}
-        return {"causal": self.causal, "score_mod": self.score_mod(device), "splits": self.splits, **lengths}
+        return {
+            "causal": self.causal,
+            "score_mod": self.score_mod(device),
+            "splits": self.splits,
+            **lengths,
+        }
 
 
 def positions(case: Case, device: str) -> tuple[Tensor, Tensor]:
     """Returns positions in the cache of queries ``[B, 1, N, 1]`` and keys ``[M]``."""
     filled = case.filled or [case.num_keys] * case.batch
-    offset = torch.tensor([query_offset(case.num_queries, end, case.causal) for end in filled], device=device)
+    offset = torch.tensor(
+        [query_offset(case.num_queries, end, case.causal) for end in filled], device=device
+    )
     i = offset[:, None] + torch.arange(case.num_queries, device=device)
     return i[:, None, :, None], torch.arange(case.num_keys, device=device)
 
@@ -74,7 +88,9 @@ def visible(case: Case, device: str) -> tuple[Tensor, Tensor]:
     """Returns the keys that are visible ``[B, 1, N, M]``, and those that may be read."""
     i, j = positions(case, device)
     padding = torch.tensor(case.padding or [0] * case.batch, device=device)[:, None, None, None]
-    filled = torch.tensor(case.filled or [case.num_keys] * case.batch, device=device)[:, None, None, None]
+    filled = torch.tensor(case.filled or [case.num_keys] * case.batch, device=device)[
+        :, None, None, None
+    ]
     real = (j >= padding) & (j < filled)
     if case.mod == "sliding_window":
         real = real & (j > i[:, :, :1] - WIDTH)
@@ -130,7 +146,9 @@ CASES = [
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_agrees_with_fp64(case: Case, backend: Backend, variant: Variant, device: str, poisoned: None) -> None:
+def test_agrees_with_fp64(
+    case: Case, backend: Backend, variant: Variant, device: str, poisoned: None
+) -> None:
     check(case, variant, backend, device)
 
 
@@ -139,11 +157,18 @@ def test_agrees_with_fp64(case: Case, backend: Backend, variant: Variant, device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> None:
     """All modifications for one query, then some problems that fill larger tiles."""
-    variants = [(None, False, False), (None, True, True), ("softcap", True, False), ("alibi", False, True)]
+    variants = [
+        (None, False, False),
+        (None, True, True),
+        ("softcap", True, False),
+        ("alibi", False, True),
+    ]
     variants += [("sliding_window", True, True), ("bias", True, True)]
     few = itertools.product([(2, 2, 1), (4, 1, 1), (7, 1, 2)], variants)
     many = itertools.product([(7, 1, 5), (4, 1, 16), (7, 1, 16)], variants[1:3])
-    for ((q_heads, kv_heads, n), (mod, causal, padded)), m in itertools.product([*few, *many], [1, 63, 65, 111, 4095]):
+    for ((q_heads, kv_heads, n), (mod, causal, padded)), m in itertools.product(
+        [*few, *many], [1, 63, 65, 111, 4095]
+    ):
         padding, filled = ((m // 2, 0), (m, m - m // 3)) if padded else (None, None)
         case = Case(2, q_heads, kv_heads, n, m, head_size, dtype, causal, mod, padding, filled)
         for variant in VARIANTS:
@@ -172,7 +197,10 @@ def test_no_visible_keys(backend: Backend, variant: Variant, device: str) -> Non
 @pytest.mark.parametrize("limit", [0.5, 30.0])
 def test_softcap_is_accurate(limit: float, device: str) -> None:
     """Compares the kernel's tanh through the LSE of a single key, which is its score."""
-    scores = torch.linspace(-12 * limit, 12 * limit, 63).tolist() + torch.linspace(-limit, limit, 65).tolist()
+    scores = (
+        torch.linspace(-12 * limit, 12 * limit, 63).tolist()
+        + torch.linspace(-limit, limit, 65).tolist()
+    )
     q = torch.zeros(1, len(scores), 1, 16, device=device)
     q[0, :, 0, 0] = torch.tensor(scores)
     k = torch.zeros(1, 1, 1, 16, device=device)
@@ -216,8 +244,15 @@ def test_cuda_graph(variant: Variant) -> None:
     """A captured step follows in-place changes of lengths."""
     q, k, v = random_qkv(2, 8, 2, 4, 500, 128, torch.bfloat16, "cuda")
     kv_len = torch.tensor([400, 300], dtype=torch.int32, device="cuda")
-    options: dict[str, Any] = {"variant": variant, "causal": True, "score_mod": sliding_window(100), "kv_len": kv_len}
-    shared.assert_cuda_graph(lambda: flash_decode(q, k, v, **options), lambda: kv_len.copy_(torch.tensor([500, 1])))
+    options: dict[str, Any] = {
+        "variant": variant,
+        "causal": True,
+        "score_mod": sliding_window(100),
+        "kv_len": kv_len,
+    }
+    shared.assert_cuda_graph(
+        lambda: flash_decode(q, k, v, **options), lambda: kv_len.copy_(torch.tensor([500, 1]))
+    )
 
 
 @pytest.mark.gpu

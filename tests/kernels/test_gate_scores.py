@@ -11,14 +11,29 @@ from msattn.kernels.gate_scores import gate_scores
 from msattn.kernels.types import Backend
 from tests.kernels.shared import BACKENDS
 
-CASES = {  # query heads, key heads, gate heads, queries, keys, head size, hidden, block, key block, padding, poolings
+# query heads, key heads, gate heads, queries, keys, head size, hidden, block, key block, padding,
+# poolings
+CASES = {
     "one gate per query head": (4, 2, 4, 70, 70, 16, 16, 16, 16, None, ["avg"], ["max", "min"]),
     "one gate per key/value head": (4, 2, 2, 70, 70, 40, 24, 16, 16, None, ["avg", "max"], ["avg"]),
     "gates between both": (8, 1, 2, 40, 40, 16, 8, 16, 16, None, ["min"], ["max", "min", "avg"]),
     "padding": (2, 2, 2, 70, 70, 16, 16, 16, 16, [0, 37, 69], ["avg"], ["max", "min"]),
     "more keys": (2, 1, 2, 37, 90, 16, 16, 16, 16, [0, 60], ["avg"], ["max", "min"]),
     "more queries": (2, 1, 2, 90, 37, 16, 16, 16, 16, None, ["avg"], ["max", "min"]),
-    "fewer keys than queries in a block": (4, 2, 4, 150, 150, 16, 16, 64, 16, None, ["avg"], ["max", "min"]),
+    "fewer keys than queries in a block": (
+        4,
+        2,
+        4,
+        150,
+        150,
+        16,
+        16,
+        64,
+        16,
+        None,
+        ["avg"],
+        ["max", "min"],
+    ),
     "fewer keys, padding": (2, 1, 2, 70, 150, 16, 8, 32, 16, [0, 33], ["avg"], ["max", "min"]),
     "several tiles": (1, 1, 1, 2100, 2100, 8, 8, 16, 16, [0, 1000], ["avg"], ["avg"]),
 }
@@ -28,10 +43,28 @@ WITHOUT_MEANS = ("one gate per query head", "more queries")
 
 def random_arguments(case: str, device: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Returns arguments with weights that make rows neither uniform nor one-hot."""
-    heads, kv_heads, gates, queries, keys, size, hidden, block, key_block, padding, q_pool, k_pool = CASES[case]
-    q, k, _ = testing.random_qkv(1 if padding is None else len(padding), heads, kv_heads, queries, keys, size, dtype, device)
+    (
+        heads,
+        kv_heads,
+        gates,
+        queries,
+        keys,
+        size,
+        hidden,
+        block,
+        key_block,
+        padding,
+        q_pool,
+        k_pool,
+    ) = CASES[case]
+    q, k, _ = testing.random_qkv(
+        1 if padding is None else len(padding), heads, kv_heads, queries, keys, size, dtype, device
+    )
     widths = heads // gates * len(q_pool) * size, len(k_pool) * size
-    weights = [torch.randn(gates, hidden, width).to(device) * (block**0.25 / width**0.5) for width in widths]
+    weights = [
+        torch.randn(gates, hidden, width).to(device) * (block**0.25 / width**0.5)
+        for width in widths
+    ]
     means = {"q_rope": q.flip(3), "k_rope": k.roll(1, 3), "mean_weight": (block / size) ** 0.5}
     return {
         "q": q, "k": k, "query_weight": weights[0], "key_weight": weights[1],
@@ -61,7 +94,11 @@ def by_definition(arguments: dict[str, Any], b: int) -> Tensor:
     Returns ``[Hg, Tr, Tc]``, where blocks are counted from the sequence's first token.
     """
     a = doubled(arguments)
-    block, key_block, (gates, hidden, _) = a["block_size"], a["key_block_size"], a["query_weight"].shape
+    block, key_block, (gates, hidden, _) = (
+        a["block_size"],
+        a["key_block_size"],
+        a["query_weight"].shape,
+    )
     start = 0 if a["kv_start"] is None else int(a["kv_start"][b])
     k, offset = a["k"][b, :, start:], a["k"].shape[2] - a["q"].shape[2]
     first, shift = max(start - offset, 0), max(offset - start, 0)
@@ -74,7 +111,9 @@ def by_definition(arguments: dict[str, Any], b: int) -> Tensor:
         if a["inv_freq"] is not None:
             angle = (position * a["inv_freq"]).double()
             y1, y2 = y.chunk(2)
-            y = torch.cat([y1 * angle.cos() - y2 * angle.sin(), y2 * angle.cos() + y1 * angle.sin()])
+            y = torch.cat(
+                [y1 * angle.cos() - y2 * angle.sin(), y2 * angle.cos() + y1 * angle.sin()]
+            )
         return y
 
     rows, cols = -(-q.shape[1] // block), -(-k.shape[1] // key_block)
@@ -84,15 +123,22 @@ def by_definition(arguments: dict[str, Any], b: int) -> Tensor:
     def scores_of_head(h: int) -> None:
         kv_head, ours = h * len(k) // gates, slice(h * shared, (h + 1) * shared)
         blocks = [slice(c * key_block, (c + 1) * key_block) for c in range(cols)]
-        keys = [vector(a["key_weight"][h], [k[kv_head, own]], a["k_pool"], own.start) for own in blocks]
+        keys = [
+            vector(a["key_weight"][h], [k[kv_head, own]], a["k_pool"], own.start) for own in blocks
+        ]
         mean_keys = [k_rope[kv_head, own].mean(0) for own in blocks]
 
         def row(r: int, own: slice) -> Tensor:
             query = vector(a["query_weight"][h], [*q[ours, own]], a["q_pool"], shift + r * block)
             seen = (min(shift + own.stop, k.shape[1]) - 1) // key_block + 1
             mean_query = q_rope[ours, own].mean((0, 1))
-            logits = torch.stack(keys[:seen]) @ query / hidden**0.5 + means * torch.stack(mean_keys[:seen]) @ mean_query
-            return torch.cat([logits.softmax(0).cpu(), torch.zeros(cols - seen, dtype=torch.float64)])
+            logits = (
+                torch.stack(keys[:seen]) @ query / hidden**0.5
+                + means * torch.stack(mean_keys[:seen]) @ mean_query
+            )
+            return torch.cat(
+                [logits.softmax(0).cpu(), torch.zeros(cols - seen, dtype=torch.float64)]
+            )
 
         for r in range(rows):
             scores[h, r] = row(r, slice(r * block, (r + 1) * block))
@@ -107,7 +153,9 @@ def by_definition(arguments: dict[str, Any], b: int) -> Tensor:
 @pytest.mark.parametrize("last_queries", [False, True], ids=["pooled", "last queries"])
 @pytest.mark.parametrize("change", [{}, {"inv_freq": None}], ids=["rope", "no rope"])
 @pytest.mark.parametrize("case", [case for case in CASES if case != "several tiles"])
-def test_reference_agrees_with_the_definition(case: str, change: dict[str, Any], last_queries: bool, device: str) -> None:
+def test_reference_agrees_with_the_definition(
+    case: str, change: dict[str, Any], last_queries: bool, device: str
+) -> None:
     arguments = random_arguments(case, device) | change | {"last_queries": last_queries}
     got = reference.gate_scores(**pooled(doubled(arguments)))
     for b in range(len(got)):
@@ -120,7 +168,9 @@ def test_reference_agrees_with_the_definition(case: str, change: dict[str, Any],
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("last_queries", [False, True])
 @pytest.mark.parametrize("case", CASES)
-def test_agrees_with_fp64(case: str, last_queries: bool, backend: Backend, device: str, poisoned: None) -> None:
+def test_agrees_with_fp64(
+    case: str, last_queries: bool, backend: Backend, device: str, poisoned: None
+) -> None:
     arguments = random_arguments(case, device) | {"last_queries": last_queries}
     exact, arguments = reference.gate_scores(**pooled(doubled(arguments))), pooled(arguments)
     got = gate_scores(**arguments, backend=backend)
@@ -141,7 +191,10 @@ def test_least_scores_of_columns(case: str, backend: Backend, device: str, poiso
     expected = plain.maximum(columns.double()[:, :, None]) * seen
     expected = expected / expected.sum(-1, keepdim=True).clamp(min=1e-30)
     torch.testing.assert_close(
-        gate_scores(**arguments, columns=columns, backend=backend).double(), expected, rtol=1e-3, atol=1e-6
+        gate_scores(**arguments, columns=columns, backend=backend).double(),
+        expected,
+        rtol=1e-3,
+        atol=1e-6,
     )
 
 
@@ -152,4 +205,6 @@ def test_half_precision(dtype: torch.dtype, backend: Backend, device: str) -> No
         pytest.skip("interpreted kernels refuse bf16")
     arguments = random_arguments("one gate per query head", device, dtype)
     exact = reference.gate_scores(**pooled(doubled(arguments)))
-    torch.testing.assert_close(gate_scores(**pooled(arguments), backend=backend).double(), exact, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        gate_scores(**pooled(arguments), backend=backend).double(), exact, rtol=1e-4, atol=1e-6
+    )

@@ -19,10 +19,13 @@ from tests.kernels.problems import Case, full_product
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
 
-def mixed_attention(inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def mixed_attention(
+    inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, ...]:
     """Computes output and gradients of the definition eagerly in ``dtype``.
 
-    Rows without visible keys are 0. In fp64 each query has its own copy of the weight: its gradient is ``[N, Hq, Hq]``.
+    Rows without visible keys are 0. In fp64 each query has its own copy of the weight: its gradient
+    is ``[N, Hq, Hq]``.
     """
     if dtype == torch.float64:
         inputs = [*inputs[:3], inputs[3].expand(dout.shape[2], -1, -1)]
@@ -31,7 +34,9 @@ def mixed_attention(inputs: Sequence[Tensor], seen: Tensor, dout: Tensor, dtype:
     statistics = torch.promote_types(dtype, torch.float32)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = (q @ k.mT) * q.shape[3] ** -0.5
-    mixed = torch.stack([(by_query[:, h].T[..., None] * scores).sum(1) for h in range(q.shape[1])], 1).to(statistics)
+    mixed = torch.stack(
+        [(by_query[:, h].T[..., None] * scores).sum(1) for h in range(q.shape[1])], 1
+    ).to(statistics)
     mixed = mixed.masked_fill(~seen & seen.any(-1, keepdim=True), -torch.inf)
     out = mixed.softmax(-1).masked_fill(~seen, 0).to(dtype) @ v
     return out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
@@ -42,12 +47,16 @@ def random_weight(heads: int, dtype: torch.dtype, device: str) -> Tensor:
     return (torch.eye(heads) + torch.randn(heads, heads) / (2 * heads**0.5)).to(device, dtype)
 
 
-def check(case: Case, backend: Backend, device: str, weight_dtype: torch.dtype | None = None) -> None:
+def check(
+    case: Case, backend: Backend, device: str, weight_dtype: torch.dtype | None = None
+) -> None:
     weight = random_weight(case.q_heads, weight_dtype or case.dtype, device)
     mixed = weight.abs().sum(0).max().item()
     mix_tile = head_mix_scores.mix_backward_tile(case.q_heads)
     pairs = mix_tile.rows * mix_tile.keys
-    mixed_scores.assert_agrees(head_mix_attention, mixed_attention, case, weight, mixed, backend, device, pairs)
+    mixed_scores.assert_agrees(
+        head_mix_attention, mixed_attention, case, weight, mixed, backend, device, pairs
+    )
 
 
 CASES = [
@@ -75,14 +84,18 @@ def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: N
 @pytest.mark.parametrize("head_size", [64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> None:
-    for case in full_product(head_size, dtype, [(1, 1), (63, 63), (65, 65), (111, 300), (1025, 1025), (130, 65)]):
+    for case in full_product(
+        head_size, dtype, [(1, 1), (63, 63), (65, 65), (111, 300), (1025, 1025), (130, 65)]
+    ):
         check(case, "triton", "cuda")
     check(Case(1, 4, 2, 4095, 4095, head_size, dtype), "triton", "cuda")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_small_scratch_equals_one_pass(backend: Backend, device: str, monkeypatch: pytest.MonkeyPatch, poisoned: None) -> None:
+def test_small_scratch_equals_one_pass(
+    backend: Backend, device: str, monkeypatch: pytest.MonkeyPatch, poisoned: None
+) -> None:
     """A small scratch forces processing by a few rows."""
     q, k, v = random_qkv(1, 4, 2, 140, head_size=16, dtype=HALF, device=device)
     inputs, dout = (q, k, v, random_weight(4, HALF, device)), torch.randn_like(q)

@@ -20,7 +20,9 @@ from tests.kernels.shared import BACKENDS
         pytest.param(128, torch.float32, marks=pytest.mark.gpu),
     ],
 )
-def test_agrees_with_fp64(dtype: torch.dtype, head_size: int, backend: Backend, device: str, poisoned: None) -> None:
+def test_agrees_with_fp64(
+    dtype: torch.dtype, head_size: int, backend: Backend, device: str, poisoned: None
+) -> None:
     """Some parts are empty, and all parts of the last row."""
     outs = torch.randn(5, 2, 3, 37, head_size, device=device).to(dtype)
     lses = torch.randn(5, 2, 3, 37, device=device) * 3
@@ -36,7 +38,10 @@ def test_agrees_with_fp64(dtype: torch.dtype, head_size: int, backend: Backend, 
 
 
 def test_accepts_strided_views(device: str) -> None:
-    outs = torch.randn(2, 5, 3, 16, 2, device=device).permute(4, 0, 2, 1, 3)  # all dimensions permuted
+    # all dimensions permuted
+    outs = torch.randn(2, 5, 3, 16, 2, device=device).permute(4, 0, 2, 1, 3)
     lses = torch.randn(2, 5, 3, 2, device=device).permute(3, 0, 2, 1)
     got = merge_states(outs, lses, backend="triton")
-    torch.testing.assert_close(got, merge_states(outs.contiguous(), lses.contiguous(), backend="torch"))
+    torch.testing.assert_close(
+        got, merge_states(outs.contiguous(), lses.contiguous(), backend="torch")
+    )

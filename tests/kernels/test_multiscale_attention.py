@@ -1,4 +1,6 @@
-"""Tests multiscale_attention alone: compiled shapes, tiles of means, zooms; see also test_block_maps.py."""
+"""Tests multiscale_attention alone: compiled shapes, tiles of means, zooms; see also
+test_block_maps.py.
+"""
 
 import itertools
 
@@ -18,13 +20,17 @@ def test_tiles_of_means_across_zooms(last: int, device: str) -> None:
     """Tiles lie within one zoom or span several; the last group is smaller."""
     case = Case(1, 1, 1, 16, 493, 16, causal=False, block_size=16)
     for zooms in ((8, 4, 2), (8, 8, 8, 8, 4, 2), (4, 1)):
-        zoom = torch.tensor(zooms, dtype=torch.uint8, device=device).repeat(31)[:31].repeat(1, 1, 1, 1)
+        zoom = (
+            torch.tensor(zooms, dtype=torch.uint8, device=device).repeat(31)[:31].repeat(1, 1, 1, 1)
+        )
         zoom[..., -1] = last
         check(MULTISCALE, case, zoom, "triton", device, with_gradients=False)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("head_size", "block_size"), [*itertools.product([64, 80, 128], [16, 64, 128]), (256, 64)])
+@pytest.mark.parametrize(
+    ("head_size", "block_size"), [*itertools.product([64, 80, 128], [16, 64, 128]), (256, 64)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, block_size: int, poisoned: None) -> None:
     lengths = [(1, 1), (63, 63), (65, 65), (1, 333), (111, 300), (1100, 1100), (130, 65)]
@@ -32,7 +38,14 @@ def test_full_product(dtype: torch.dtype, head_size: int, block_size: int, poiso
         lengths = [(65, 65), (111, 300), (130, 65)]
     limits = itertools.cycle([None, 5.0, None, 50.0, None])
     for case in full_product(head_size, dtype, lengths, block_size):
-        check(MULTISCALE, case, random_zoom(1, case.q_heads, case.blocks, 0.5, "cuda"), "triton", "cuda", softcap=next(limits))
+        check(
+            MULTISCALE,
+            case,
+            random_zoom(1, case.q_heads, case.blocks, 0.5, "cuda"),
+            "triton",
+            "cuda",
+            softcap=next(limits),
+        )
 
 
 def test_masks_of_the_paper_are_zooms() -> None:
@@ -41,7 +54,9 @@ def test_masks_of_the_paper_are_zooms() -> None:
         zoom = zoom_of_mask(mask.to(dtype))
         assert (zoom.dtype, zoom.tolist()) == (torch.uint8, [[1, 2], [4, 8], [0, 1]])
     assert zoom_of_mask(torch.tensor([True, False])).tolist() == [1, 0]
-    with pytest.raises(ValueError, match=r"mask has the values \[0.0, 2.0\]: expected \[0.0, 0.125"):
+    with pytest.raises(
+        ValueError, match=r"mask has the values \[0.0, 2.0\]: expected \[0.0, 0.125"
+    ):
         zoom_of_mask(torch.tensor([2, 0]))
 
 
@@ -51,7 +66,10 @@ def test_offsets_beyond_32_bits(long: str) -> None:
     """The last tokens give the same results as alone; needs up to 50 GB."""
     tokens, tail, head_size = 2**24 + 192, 192, 128
     num_queries, num_keys = (tail, tokens) if long == "keys" else (tokens, tail)
-    q, k, v = (x.cuda() for x in random_qkv(1, 1, 1, tail, head_size=head_size, dtype=torch.bfloat16, strided=False))
+    q, k, v = (
+        x.cuda()
+        for x in random_qkv(1, 1, 1, tail, head_size=head_size, dtype=torch.bfloat16, strided=False)
+    )
 
     def lengthen(x: Tensor, length: int) -> Tensor:
         wide = torch.zeros(1, 1, length, head_size, dtype=x.dtype, device="cuda")
@@ -60,12 +78,17 @@ def test_offsets_beyond_32_bits(long: str) -> None:
 
     causal = long == "keys"
     zoom = random_zoom(1, 1, (3, 3), 1.0, "cuda")
-    wide_zoom = torch.zeros(1, 1, -(-num_queries // 64), -(-num_keys // 64), dtype=torch.uint8, device="cuda")
+    wide_zoom = torch.zeros(
+        1, 1, -(-num_queries // 64), -(-num_keys // 64), dtype=torch.uint8, device="cuda"
+    )
     wide_zoom[:, :, -3:, -3:] = zoom
     dout = torch.randn_like(q)
     results = []
     for length_q, length_k, levels in ((num_queries, num_keys, wide_zoom), (tail, tail, zoom)):
-        long_q, long_k, long_v = (lengthen(x, n).requires_grad_() for x, n in ((q, length_q), (k, length_k), (v, length_k)))
+        long_q, long_k, long_v = (
+            lengthen(x, n).requires_grad_()
+            for x, n in ((q, length_q), (k, length_k), (v, length_k))
+        )
         got = multiscale_attention(long_q, long_k, long_v, levels, causal=causal)
         grads = torch.autograd.grad(got.out, (long_q, long_k, long_v), lengthen(dout, length_q))
         results.append([x[:, :, -tail:].clone() for x in (*got, *grads)])

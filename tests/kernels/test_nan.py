@@ -1,4 +1,6 @@
-"""NaN in what an operation reads makes the rows that read it NaN; NaN in what it does not read makes no difference."""
+"""NaN in what an operation reads makes the rows that read it NaN; NaN in what it does not read
+makes no difference.
+"""
 
 from collections.abc import Callable
 from typing import Any, get_args
@@ -22,7 +24,9 @@ Arguments = dict[str, Any]
 EACH = ("lse", "products")  # results with one number for each row
 MAPS = ("pooled", "result")  # results that are 0 where a row sees nothing
 WITHOUT_ROWS = ("best_blocks", "paged_bucket_sizes", "probe_buckets")  # their results are integers
-FUNCTIONS = {name: getattr(msattn, name) for name in OPERATIONS if name not in WITHOUT_ROWS} | {"block_softmax": block_softmax}
+FUNCTIONS = {name: getattr(msattn, name) for name in OPERATIONS if name not in WITHOUT_ROWS} | {
+    "block_softmax": block_softmax
+}
 PAGED = ("paged_block_sparse_attention", "paged_bucket_decode", "paged_flash_decode")
 
 
@@ -32,7 +36,9 @@ def token(place: int, *, name: str = "k", sequence: int = 0) -> Callable[[Argume
 
 
 def slot(position: int) -> Callable[[Arguments], Tensor]:
-    """Returns a function that finds the key of a position in the first sequence's pages, of the first head."""
+    """Returns a function that finds the key of a position in the first sequence's pages, of the
+    first head.
+    """
 
     def find(given: Arguments) -> Tensor:
         cache = given["cache"]
@@ -41,7 +47,8 @@ def slot(position: int) -> Callable[[Arguments], Tensor]:
     return find
 
 
-# What some rows read. Keys 0 to 2 are padding in prompts; buckets are not probed, so that decoding reads the newest keys.
+# What some rows read. Keys 0 to 2 are padding in prompts; buckets are not probed, so that decoding
+# reads the newest keys.
 READ: dict[str, Callable[[Arguments], Tensor]] = {
     **dict.fromkeys(FUNCTIONS, token(20)),
     **dict.fromkeys(PAGED, slot(20)),
@@ -53,7 +60,8 @@ READ: dict[str, Callable[[Arguments], Tensor]] = {
     "pool_blocks": token(20, name="x"),
     "block_softmax": lambda given: given["logits"][0, 0, 0, 2],
 }
-# What no row reads: padding, keys past a length, in blocks or buckets that are not read, parts without keys.
+# What no row reads: padding, keys past a length, in blocks or buckets that are not read, parts
+# without keys.
 UNREAD: dict[str, Callable[[Arguments], Tensor]] = {
     **dict.fromkeys(("maxpool_attention", "conv_attention", "head_mix_attention"), token(1)),
     **dict.fromkeys(("block_sparse_attention", "multiscale_attention"), token(5)),
@@ -69,7 +77,8 @@ UNREAD: dict[str, Callable[[Arguments], Tensor]] = {
 
 def given_to(operation: str, device: str) -> Arguments:
     """Returns arguments with which the places of UNREAD are not read."""
-    drawn = getattr(arguments, operation)("cpu")  # the same numbers on every device: which places are read depends on them
+    # the same numbers on every device: which places are read depends on them
+    drawn = getattr(arguments, operation)("cpu")
     given: Arguments = tree_map_only(Tensor, lambda x: x.to(device), drawn)
     if "block_mask" in given:
         given["block_mask"][0, : given["block_mask"].shape[1] // 2, :, 0] = False
@@ -95,7 +104,9 @@ def results(function: Callable[..., Any], given: Arguments, backend: Backend) ->
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("operation", FUNCTIONS)
 def test_rows_that_read_nan_are_nan(operation: str, backend: Backend, steady_device: str) -> None:
-    """Those are the rows that change with a key; in a map, blocks that a row does not see stay 0."""
+    """Those are the rows that change with a key; in a map, blocks that a row does not see stay
+    0.
+    """
     function, given = FUNCTIONS[operation], given_to(operation, steady_device)
     clean, place = results(function, given, backend), READ[operation](given)
     before = results(function, given, "torch")
@@ -114,7 +125,9 @@ def test_rows_that_read_nan_are_nan(operation: str, backend: Backend, steady_dev
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("operation", UNREAD)
-def test_nan_that_is_not_read_makes_no_difference(operation: str, backend: Backend, steady_device: str) -> None:
+def test_nan_that_is_not_read_makes_no_difference(
+    operation: str, backend: Backend, steady_device: str
+) -> None:
     function, given = FUNCTIONS[operation], given_to(operation, steady_device)
     clean = results(function, given, backend)
     UNREAD[operation](given).fill_(torch.nan)
@@ -124,15 +137,22 @@ def test_nan_that_is_not_read_makes_no_difference(operation: str, backend: Backe
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("pool", get_args(Pool))
-def test_blocks_that_a_nan_row_sees_are_nan(pool: Pool, backend: Backend, steady_device: str) -> None:
+def test_blocks_that_a_nan_row_sees_are_nan(
+    pool: Pool, backend: Backend, steady_device: str
+) -> None:
     """A query is NaN, or a key."""
     case, kv_start = Case(1, 2, 1, 90, 110, 16, block_size=16), starts((5,), steady_device)
     for place in range(2):
         inputs = case.qkv(steady_device)
         inputs[place][0, 0, 60] = torch.nan
-        got = msattn.maxpool_attention(*inputs, block_size=16, pool=pool, kv_start=kv_start, backend=backend)
+        got = msattn.maxpool_attention(
+            *inputs, block_size=16, pool=pool, kv_start=kv_start, backend=backend
+        )
         seen = visible(1, 90, 110, True, kv_start, steady_device) & got.lse.isnan()[..., None]
-        expected = pool_over_blocks(seen.float(), *block_numbers(1, 90, 110, True, kv_start, 16), (6, 7)) > 0
+        expected = (
+            pool_over_blocks(seen.float(), *block_numbers(1, 90, 110, True, kv_start, 16), (6, 7))
+            > 0
+        )
         assert expected.any()
         assert torch.equal(got.pooled.isnan(), expected)
 
@@ -157,9 +177,15 @@ def test_gradients_of_nan_rows(operation: str, backend: Backend, steady_device: 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("operation", [BLOCK_SPARSE, MULTISCALE], ids=["block_sparse", "multiscale"])
-def test_gradients_of_blocks_that_no_nan_row_reads(operation: Operation, backend: Backend, steady_device: str) -> None:
-    """A query is NaN, then its incoming gradient, then a key. Gradients of what NaN rows read are NaN."""
+@pytest.mark.parametrize(
+    "operation", [BLOCK_SPARSE, MULTISCALE], ids=["block_sparse", "multiscale"]
+)
+def test_gradients_of_blocks_that_no_nan_row_reads(
+    operation: Operation, backend: Backend, steady_device: str
+) -> None:
+    """A query is NaN, then its incoming gradient, then a key. Gradients of what NaN rows read are
+    NaN.
+    """
     case = Case(1, 2, 1, 70, 170, 16, block_size=16)
     blocks = operation.draw(1, 2, (5, 11), 0.5, steady_device)
     read = zoom_of_tokens(blocks, case, steady_device)[0] != 0  # [Hq, N, M]
@@ -205,9 +231,13 @@ def test_best_blocks_ranks_nan_first(backend: Backend, steady_device: str) -> No
     given = arguments.best_blocks(steady_device) | {"backend": backend}
     given["scores"][:, :, :, 2] = torch.nan
     given["scores"][:, :, 1, 1] = -torch.nan
-    assert torch.equal(msattn.best_blocks(**given), msattn.best_blocks(**given | {"backend": "torch"}))
+    assert torch.equal(
+        msattn.best_blocks(**given), msattn.best_blocks(**given | {"backend": "torch"})
+    )
     mask = msattn.best_blocks(**given | {"threshold": torch.inf})
-    wanted = torch.maximum(given["counts"][..., 0], given["always"].sum(-1)).minimum(given["visible"].sum(-1))
+    wanted = torch.maximum(given["counts"][..., 0], given["always"].sum(-1)).minimum(
+        given["visible"].sum(-1)
+    )
     assert torch.equal(mask.sum(-1), wanted.expand(mask.shape[:3]).long())
     enough = given["counts"][..., 0] > given["always"].sum(-1) + 1
     assert (mask[..., 2] | ~enough).all()
@@ -216,7 +246,9 @@ def test_best_blocks_ranks_nan_first(backend: Backend, steady_device: str) -> No
 def test_a_nan_query_among_the_last_is_seen_in_the_last_row(device: str) -> None:
     given = arguments.gate_scores(device) | {"last_queries": True, "kv_start": None}
     given["q"][:, :, 57] = torch.nan  # of the last 16, in the row block before the last
-    found, wanted = (msattn.gate_scores(**given, backend=backend) for backend in ("triton", "torch"))
+    found, wanted = (
+        msattn.gate_scores(**given, backend=backend) for backend in ("triton", "torch")
+    )
     assert wanted[:, :, -1].isnan().any()
     assert torch.equal(found.isnan(), wanted.isnan())
 

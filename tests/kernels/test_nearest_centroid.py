@@ -54,7 +54,8 @@ def check_nearest(case: Case, backend: Backend, device: str) -> None:
     assert got.products.dtype == torch.float32
     exact = k.double() @ centroids.double().mT
     lengths = k.double().norm(dim=-1) * centroids.double().norm(dim=-1).amax()
-    bound = (2**-18 + 2 * case.head_size * 2**-23) * lengths  # stated in the docstring of nearest_centroid
+    # stated in the docstring of nearest_centroid
+    bound = (2**-18 + 2 * case.head_size * 2**-23) * lengths
     assert ((got.products - exact.amax(-1)).abs() <= 2 * bound).all()
     chosen = exact.gather(-1, got.buckets.long()[..., None])[..., 0]
     assert ((got.products - chosen).abs() <= bound).all()
@@ -63,13 +64,15 @@ def check_nearest(case: Case, backend: Backend, device: str) -> None:
 
 def check_sums(case: Case, backend: Backend, device: str) -> None:
     k, _ = case.inputs(device)
-    buckets = random_buckets(case.batch, case.heads, case.num_keys, case.num_buckets, device)  # -1 among them
+    # -1 among them
+    buckets = random_buckets(case.batch, case.heads, case.num_keys, case.num_buckets, device)
     got = bucket_sums(k, buckets, num_buckets=case.num_buckets, backend=backend)
     assert got.sums.dtype == torch.float32
     assert got.counts.dtype == torch.int32
     member = one_hot(buckets.long() + 1, case.num_buckets + 1)[..., 1:]
     assert torch.equal(got.counts.long(), member.sum(2))
-    terms = member.sum(2)[..., None] * (member.double().mT @ k.double().abs())  # every addition rounds a partial sum
+    # every addition rounds a partial sum
+    terms = member.sum(2)[..., None] * (member.double().mT @ k.double().abs())
     error = (got.sums - member.double().mT @ k.double()).abs()
     assert (error <= 2**-23 * terms + 2**-21 * k.double().abs().amax()).all()
     assert (got.sums[got.counts == 0] == 0).all()
@@ -111,12 +114,15 @@ def test_at_full_length() -> None:
 def test_is_deterministic() -> None:
     k, centroids = Case(1, 4, 50_000, 300, 128, torch.bfloat16).inputs("cuda")
     buckets = nearest_centroid(k, centroids).buckets
-    shared.assert_reproducible(lambda: (*nearest_centroid(k, centroids), *bucket_sums(k, buckets, num_buckets=300)), runs=5)
+    shared.assert_reproducible(
+        lambda: (*nearest_centroid(k, centroids), *bucket_sums(k, buckets, num_buckets=300)), runs=5
+    )
 
 
 @pytest.mark.gpu
 def test_offsets_beyond_31_bits() -> None:
-    k = torch.zeros(2**24 + 1, 136, dtype=torch.float16, device="cuda")[:, :128]  # the last row starts past 2**31
+    # the last row starts past 2**31
+    k = torch.zeros(2**24 + 1, 136, dtype=torch.float16, device="cuda")[:, :128]
     k[-1] = 1
     k = k[None, None]
     centroids = torch.stack([-torch.ones(128), torch.ones(128)])[None].cuda()
@@ -151,7 +157,9 @@ def test_accepts_strided_views(backend: Backend, steady_device: str) -> None:
     want = nearest_centroid(k, centroids, backend=backend)
     shared.assert_same(nearest_centroid(view, spread, backend=backend), want)
     buckets = want.buckets.mT.contiguous().mT
-    shared.assert_same(*(bucket_sums(x, buckets, num_buckets=9, backend=backend) for x in (k, view)))
+    shared.assert_same(
+        *(bucket_sums(x, buckets, num_buckets=9, backend=backend) for x in (k, view))
+    )
 
 
 @settings(max_examples=8, deadline=None)
@@ -162,7 +170,9 @@ def test_splits_count_each_key_once(num_keys: int, num_buckets: int, seed: int) 
     generator = torch.Generator().manual_seed(seed)
     k = torch.randint(-9, 10, (1, 2, num_keys, 8), generator=generator).float().to(device)
     buckets = random_buckets(1, 2, num_keys, num_buckets, device, seed)
-    got, want = (bucket_sums(k, buckets, num_buckets=num_buckets, backend=backend) for backend in BACKENDS)
+    got, want = (
+        bucket_sums(k, buckets, num_buckets=num_buckets, backend=backend) for backend in BACKENDS
+    )
     assert torch.equal(got.counts, want.counts)
     assert torch.equal(got.sums, want.sums)
 
@@ -170,4 +180,6 @@ def test_splits_count_each_key_once(num_keys: int, num_buckets: int, seed: int) 
 @pytest.mark.gpu
 def test_cuda_graph() -> None:
     k, centroids = Case(1, 8, 1000, 64, 128, torch.bfloat16).inputs("cuda")
-    shared.assert_cuda_graph(lambda: nearest_centroid(k, centroids), lambda: k.copy_(torch.randn_like(k)))
+    shared.assert_cuda_graph(
+        lambda: nearest_centroid(k, centroids), lambda: k.copy_(torch.randn_like(k))
+    )

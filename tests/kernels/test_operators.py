@@ -1,4 +1,6 @@
-"""Custom operators of all operations: schema and fake kernel, compilation without graph breaks, gradients or their refusal."""
+"""Custom operators of all operations: schema and fake kernel, compilation without graph breaks,
+gradients or their refusal.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -24,8 +26,15 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {name: getattr(msattn, name) for name
 }
 WITH_GRADIENT = (*DIFFERENTIABLE, "block_softmax")
 COUNTING = ("bucket_decode", "paged_bucket_decode")
-WITHOUT_FLOATS = ("best_blocks", "paged_bucket_sizes", "probe_buckets")  # their results have no gradient
-SLOW = {*DIFFERENTIABLE, "conv_decode", "flash_decode", "paged_block_sparse_attention", "paged_bucket_decode"}
+# their results have no gradient
+WITHOUT_FLOATS = ("best_blocks", "paged_bucket_sizes", "probe_buckets")
+SLOW = {
+    *DIFFERENTIABLE,
+    "conv_decode",
+    "flash_decode",
+    "paged_block_sparse_attention",
+    "paged_bucket_decode",
+}
 
 
 def variants(operation: str, device: str) -> Iterator[dict[str, Any]]:
@@ -38,15 +47,25 @@ def variants(operation: str, device: str) -> Iterator[dict[str, Any]]:
     if operation in COUNTING:
         yield given | {"recent": 5, "counts": torch.zeros(2, 2, dtype=torch.int64, device=device)}
     if operation == "probe_buckets":
-        yield given | {"sizes": torch.full((1, 2, 20), 7, dtype=torch.int32, device=device), "threshold": 1.5}
+        yield given | {
+            "sizes": torch.full((1, 2, 20), 7, dtype=torch.int32, device=device),
+            "threshold": 1.5,
+        }
     if operation == "gate_scores":
         q, pooled_k = given["q"], torch.randn(1, 2, 5, 48, device=device)
-        yield given | {"q_rope": q.flip(3), "pooled_k": pooled_k, "mean_weight": 0.5, "last_queries": True}
+        yield given | {
+            "q_rope": q.flip(3),
+            "pooled_k": pooled_k,
+            "mean_weight": 0.5,
+            "last_queries": True,
+        }
     if operation == "paged_block_sparse_attention":
         yield given | {"block_mask": None}
 
 
-def operator_calls(function: Callable[..., Any], given: dict[str, Any]) -> list[tuple[CustomOpDef, tuple[Any, ...]]]:
+def operator_calls(
+    function: Callable[..., Any], given: dict[str, Any]
+) -> list[tuple[CustomOpDef, tuple[Any, ...]]]:
     """Calls the function, and returns the operators that it calls, with their arguments."""
     module, calls = sys.modules[function.__module__], []
 
@@ -54,14 +73,18 @@ def operator_calls(function: Callable[..., Any], given: dict[str, Any]) -> list[
         return lambda *operands: (calls.append((operator, operands)), operator(*operands))[1]
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, operator in [(name, x) for name, x in vars(module).items() if isinstance(x, CustomOpDef)]:
+        for name, operator in [
+            (name, x) for name, x in vars(module).items() if isinstance(x, CustomOpDef)
+        ]:
             patch.setattr(module, name, recorder(operator))
         function(**given)
     return calls
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("operation", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in FUNCTIONS])
+@pytest.mark.parametrize(
+    "operation", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in FUNCTIONS]
+)
 def test_operator(operation: str, backend: Backend, steady_device: str) -> None:
     function = FUNCTIONS[operation]
     torch._dynamo.reset()
@@ -73,7 +96,11 @@ def test_operator(operation: str, backend: Backend, steady_device: str) -> None:
             leaves = [x.requires_grad_() for x in leaves if x is not given.get("sinks")]
         ((operator, operands),) = operator_calls(function, given)
         torch.library.opcheck(operator, operands)
-        counts = given["counts"].zero_() if operation in COUNTING and "counts" in given else torch.zeros(0)
+        counts = (
+            given["counts"].zero_()
+            if operation in COUNTING and "counts" in given
+            else torch.zeros(0)
+        )
         got, want = compiled(**given), function(**given)  # both add to the counts
         assert_same(got, want)
         assert (counts % 2 == 0).all()
@@ -82,7 +109,8 @@ def test_operator(operation: str, backend: Backend, steady_device: str) -> None:
             assert_same(*(torch.autograd.grad(_sum_of_squares(x), leaves) for x in (got, want)))
         elif operation not in WITHOUT_FLOATS:
             leaves[0].requires_grad_()
-            refusal = RuntimeError if len(counts) else NotImplementedError  # an operator that mutates has no backward pass
+            # an operator that mutates has no backward pass
+            refusal = RuntimeError if len(counts) else NotImplementedError
             with pytest.raises(refusal, match="backward" if len(counts) else "no gradient"):
                 _sum_of_squares(function(**given)).backward()
             leaves[0].requires_grad_(False)

@@ -12,18 +12,40 @@ from tests.kernels.shared import BACKENDS, FULL, HALF
 
 
 def inputs(
-    batch: int, q_heads: int, classifiers: int, head: int, hidden: int, buckets: int, dtype: torch.dtype, device: str
+    batch: int,
+    q_heads: int,
+    classifiers: int,
+    head: int,
+    hidden: int,
+    buckets: int,
+    dtype: torch.dtype,
+    device: str,
 ) -> tuple[Tensor, ...]:
     """Returns one query per head and random classifiers."""
     generator = torch.Generator().manual_seed(0)
-    shapes = (classifiers, head, hidden), (classifiers, 1, hidden), (classifiers, hidden, buckets), (classifiers, 1, buckets)
+    shapes = (
+        (classifiers, head, hidden),
+        (classifiers, 1, hidden),
+        (classifiers, hidden, buckets),
+        (classifiers, 1, buckets),
+    )
     bounds = head**-0.5, 0.3, hidden**-0.5 * 4, 0.3
-    weights = [torch.randn(shape, generator=generator) * bound for shape, bound in zip(shapes, bounds, strict=True)]
+    weights = [
+        torch.randn(shape, generator=generator) * bound
+        for shape, bound in zip(shapes, bounds, strict=True)
+    ]
     q = torch.randn(batch, 1, q_heads, head, generator=generator).transpose(1, 2)
     return tuple(x.to(device, dtype) for x in (q, *weights))
 
 
-def scores(q: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor, bias_out: Tensor, kv_heads: int) -> Tensor:
+def scores(
+    q: Tensor,
+    weight_in: Tensor,
+    bias_in: Tensor,
+    weight_out: Tensor,
+    bias_out: Tensor,
+    kv_heads: int,
+) -> Tensor:
     """Computes the bucket scores in fp64, query by query."""
     each = q.shape[1] // len(weight_in)
     weight_in, bias_in, weight_out, bias_out = (
@@ -45,7 +67,8 @@ def scores(q: Tensor, weight_in: Tensor, bias_in: Tensor, weight_out: Tensor, bi
     ],
 )
 def test_selects_the_best_buckets(
-    batch: int, q_heads: int, classifiers: int, kv_heads: int, head: int, hidden: int, buckets: int, dtype: torch.dtype,
+    batch: int, q_heads: int, classifiers: int, kv_heads: int, head: int, hidden: int, buckets: int,
+    dtype: torch.dtype,
     probes: int, backend: Backend, device: str,
 ) -> None:  # fmt: skip
     given = inputs(batch, q_heads, classifiers, head, hidden, buckets, dtype, device)
@@ -56,31 +79,49 @@ def test_selects_the_best_buckets(
     exact = scores(*given, kv_heads=kv_heads)
     if probes:
         least = exact.topk(probes, -1).values[..., -1:]
-        assert (exact.gather(-1, got.long()) >= least * (1 - (1e-5 if dtype == FULL else 2e-2))).all()
+        assert (
+            exact.gather(-1, got.long()) >= least * (1 - (1e-5 if dtype == FULL else 2e-2))
+        ).all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("batch", "q_heads", "kv_heads", "buckets", "dtype", "probes", "share_that_passes"),
-    [(1, 4, 2, 40, FULL, 40, 0.5), (2, 7, 1, 100, FULL, 30, 0.0), (3, 4, 4, 17, HALF, 17, 1.0), (2, 2, 1, 300, HALF, 64, 0.1)],
+    [
+        (1, 4, 2, 40, FULL, 40, 0.5),
+        (2, 7, 1, 100, FULL, 30, 0.0),
+        (3, 4, 4, 17, HALF, 17, 1.0),
+        (2, 2, 1, 300, HALF, 64, 0.1),
+    ],
 )
 def test_selects_the_densest_buckets_that_reach_the_threshold(
-    batch: int, q_heads: int, kv_heads: int, buckets: int, dtype: torch.dtype, probes: int, share_that_passes: float,
+    batch: int, q_heads: int, kv_heads: int, buckets: int, dtype: torch.dtype, probes: int,
+    share_that_passes: float,
     backend: Backend, device: str,
 ) -> None:  # fmt: skip
-    """Some buckets are empty, and others hold very many keys. Densities near the threshold may be on either side of it."""
+    """Some buckets are empty, and others hold very many keys. Densities near the threshold may be
+    on either side of it.
+    """
     given = inputs(batch, q_heads, kv_heads, 64, 32, buckets, dtype, device)
-    sizes = (torch.rand(batch, kv_heads, buckets, device=device) ** 6 * 10**5 - 10).clamp(min=0).int()
+    sizes = (
+        (torch.rand(batch, kv_heads, buckets, device=device) ** 6 * 10**5 - 10).clamp(min=0).int()
+    )
     exact = bucket_densities(scores(*given, kv_heads=kv_heads), sizes)
-    threshold = exact.flatten().quantile(1 - share_that_passes).item() if share_that_passes < 1 else 0.0
-    got = probe_buckets(*given, kv_heads=kv_heads, probes=probes, sizes=sizes, threshold=threshold, backend=backend)
+    threshold = (
+        exact.flatten().quantile(1 - share_that_passes).item() if share_that_passes < 1 else 0.0
+    )
+    got = probe_buckets(
+        *given, kv_heads=kv_heads, probes=probes, sizes=sizes, threshold=threshold, backend=backend
+    )
     assert got.dtype == torch.int32
     assert got.shape == (batch, kv_heads, probes)
     slack = 1e-4 if dtype == FULL else 3e-2
     for chosen, density in zip(got.flatten(0, 1), exact.flatten(0, 1), strict=True):
         taken = chosen[chosen >= 0].long()
         assert len(taken.unique()) == len(taken)
-        assert backend == "torch" or (chosen[: len(taken)] >= 0).all(), "places that are left come last"
+        assert backend == "torch" or (chosen[: len(taken)] >= 0).all(), (
+            "places that are left come last"
+        )
         assert (density[taken] >= threshold * (1 - slack)).all()
         least = max(threshold, density.sort(descending=True).values[probes - 1].item())
         assert torch.isin((density > least * (1 + slack)).nonzero().flatten(), taken).all()
@@ -106,7 +147,9 @@ def test_ties_go_to_the_lowest_number(probes: int, device: str) -> None:
 @pytest.mark.gpu
 def test_bf16_and_cuda_graph() -> None:
     given = inputs(1, 32, 8, 128, 1024, 1024, torch.bfloat16, "cuda")
-    want = reference.probe_buckets(*(x.double() for x in given), kv_heads=8, probes=32).sort(-1).values
+    want = (
+        reference.probe_buckets(*(x.double() for x in given), kv_heads=8, probes=32).sort(-1).values
+    )
     got = probe_buckets(*given, kv_heads=8, probes=32)
     shared = (want[..., None] == got[..., None, :]).any(-1).float().mean()
     assert shared > 0.9  # bf16 hidden units reorder buckets that nearly tie

@@ -54,7 +54,10 @@ PAGED: list[tuple[dict[str, Any], str]] = [  # changes of the cache
     # values, which the torch backend reads
     ({"kv_len": torch.tensor([81, 30], dtype=INT)}, r"cache.kv_len=\[81, 30\]: expected 0 to 80"),
     ({"kv_len": torch.tensor([-1, 30], dtype=INT)}, r"cache.kv_len=\[-1, 30\]|fewer than its 20"),
-    ({"table": torch.tensor([[0, 12, 1, 2, 3], [0] * 5], dtype=INT)}, r"cache.table\[0\]=\[0, 12, 1, 2, 3\]: expected pages"),
+    (
+        {"table": torch.tensor([[0, 12, 1, 2, 3], [0] * 5], dtype=INT)},
+        r"cache.table\[0\]=\[0, 12, 1, 2, 3\]: expected pages",
+    ),
     ({"table": torch.tensor([[-1, 3, 1, 2, 3], [0] * 5], dtype=INT)}, "cache.table"),
 ]
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
@@ -81,7 +84,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"zoom": zeros(1, 3, 2, 2, dtype=torch.uint8)}, "heads must be 4 or 2 or 1"),
         ({"zoom": zeros(1, 2, 2, 2)}, "zoom is torch.float32"),
         ({"zoom": zeros(1, 2, 2, 2, dtype=torch.bool)}, "zoom is torch.bool"),
-        ({"zoom": torch.full((1, 2, 2, 2), 3, dtype=torch.uint8)}, "zoom holds 3: expected 0 .skip., 1, 2, 4 or 8"),
+        (
+            {"zoom": torch.full((1, 2, 2, 2), 3, dtype=torch.uint8)},
+            "zoom holds 3: expected 0 .skip., 1, 2, 4 or 8",
+        ),
     ],
     "conv_attention": [
         *WEIGHTED,
@@ -132,7 +138,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"recent": starts([-1, 0])}, r"recent=\[-1, 0\]"),
         *(
             (
-                {"index": BucketIndex(offsets.expand(2, 2, -1), zeros(2, 2, 70).int()), "probes": zeros(2, 2, 1).int()},
+                {
+                    "index": BucketIndex(offsets.expand(2, 2, -1), zeros(2, 2, 70).int()),
+                    "probes": zeros(2, 2, 1).int(),
+                },
                 "index.offsets",
             )
             for offsets in torch.tensor([[0, 71], [5, 2]], dtype=INT)
@@ -152,7 +161,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"sink": -2}, "sink=-2"),
         ({"counts": zeros(2, 2)}, "counts is torch.float32"),
     ],
-    "paged_flash_decode": [*PAGED, ({"q": zeros(2, 4, 16)}, "q.shape"), ({"q": zeros(2, 3, 1, 16)}, "q has 3 heads")],
+    "paged_flash_decode": [
+        *PAGED,
+        ({"q": zeros(2, 4, 16)}, "q.shape"),
+        ({"q": zeros(2, 3, 1, 16)}, "q has 3 heads"),
+    ],
     "paged_block_sparse_attention": [
         *PAGED,
         ({"q": zeros(1, 4, 23, 16)}, r"q.shape=\(1, 4, 23, 16\): expected packed queries"),
@@ -160,7 +173,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"q": zeros(23, 4, 16, dtype=INT)}, "q.dtype=torch.int32"),
         ({"q": zeros(23, 3, 16)}, "q has 3 heads"),
         ({"q": zeros(23, 4, 12)}, "head size 12"),
-        ({"cu_queries": zeros(2, dtype=INT)}, r"cu_queries is torch.int32 \(2,\): expected int32 \(3,\)"),
+        (
+            {"cu_queries": zeros(2, dtype=INT)},
+            r"cu_queries is torch.int32 \(2,\): expected int32 \(3,\)",
+        ),
         ({"cu_queries": zeros(3, dtype=LONG)}, "cu_queries is torch.int64"),
         ({"cu_queries": zeros(3, dtype=INT, device="meta")}, "cu_queries.device=meta"),
         ({"block_mask": zeros(2, 1, 2, 5)}, "block_mask is torch.float32"),
@@ -168,10 +184,16 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"block_mask": zeros(2, 3, 2, 5, dtype=torch.bool)}, "heads must be 4 or 2 or 1"),
         ({"block_mask": zeros(2, 1, 3, 5, dtype=torch.bool)}, "row blocks must be 2"),
         ({"block_mask": zeros(2, 1, 2, 2, dtype=torch.bool)}, "column blocks must be 5"),
-        ({"block_mask": zeros(2, 1, 2, 5, dtype=torch.bool, device="meta")}, "block_mask.device=meta"),
+        (
+            {"block_mask": zeros(2, 1, 2, 5, dtype=torch.bool, device="meta")},
+            "block_mask.device=meta",
+        ),
         ({"max_queries": 0}, "max_queries=0"),
         # values, which the torch backend reads
-        ({"kv_len": torch.tensor([70, 2], dtype=INT)}, "a sequence has 2 keys, fewer than its 3 queries"),
+        (
+            {"kv_len": torch.tensor([70, 2], dtype=INT)},
+            "a sequence has 2 keys, fewer than its 3 queries",
+        ),
         ({"cu_queries": torch.tensor([0, 20, 2], dtype=INT)}, r"cu_queries=\[0, 20, 2\]"),
         ({"cu_queries": torch.tensor([1, 20, 23], dtype=INT)}, r"cu_queries=\[1, 20, 23\]"),
         ({"cu_queries": torch.tensor([0, 20, 24], dtype=INT)}, r"cu_queries=\[0, 20, 24\]"),
@@ -182,14 +204,20 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"buckets": zeros(12, 16).short()}, r"buckets is torch.int16 \(12, 16\)"),
         ({"buckets": zeros(12, 0, 2).short()}, "each at least 1"),
         ({"table": zeros(2, 5)}, "table is torch.float32"),
-        ({"table": zeros(2, 5, dtype=INT, device="meta")}, "table.device=meta: expected buckets's device"),
+        (
+            {"table": zeros(2, 5, dtype=INT, device="meta")},
+            "table.device=meta: expected buckets's device",
+        ),
         ({"num_buckets": 0}, "num_buckets=0"),
         ({"num_buckets": 2**15 + 1}, "num_buckets=32769: expected 1 to 32,768"),
         ({"counted": zeros(3, dtype=INT)}, r"counted is torch.int32 \(3,\)"),
         ({"sizes": zeros(2, 2, 11, dtype=INT)}, r"sizes is torch.int32 \(2, 2, 11\)"),
         ({"sizes": zeros(2, 10, 2, dtype=INT).mT}, "contiguous"),
         ({"kv_len": starts([81, 30])}, r"kv_len=\[81, 30\]"),
-        ({"table": torch.tensor([[0, 12, 1, 2, 3], [0] * 5], dtype=INT)}, r"table\[0\]=\[0, 12, 1, 2, 3\]"),
+        (
+            {"table": torch.tensor([[0, 12, 1, 2, 3], [0] * 5], dtype=INT)},
+            r"table\[0\]=\[0, 12, 1, 2, 3\]",
+        ),
     ],
     "probe_buckets": [
         ({"probes": 21}, "probes=21"),
@@ -197,9 +225,15 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"threshold": 0.5}, "threshold=0.5: expected a number with sizes"),
         ({"sizes": torch.ones(1, 2, 20, dtype=INT)}, "threshold=None"),
         ({"sizes": torch.ones(1, 2, 20), "threshold": 0.5}, "sizes is torch.float32"),
-        ({"sizes": torch.ones(1, 2, 19, dtype=INT), "threshold": 0.5}, r"sizes is torch.int32 \(1, 2, 19\)"),
+        (
+            {"sizes": torch.ones(1, 2, 19, dtype=INT), "threshold": 0.5},
+            r"sizes is torch.int32 \(1, 2, 19\)",
+        ),
         ({"sizes": torch.ones(1, 2, 20, dtype=INT), "threshold": NAN}, "threshold=nan"),
-        ({"sizes": torch.ones(1, 2, 20, dtype=INT, device="meta"), "threshold": 0.5}, "sizes.device=meta"),
+        (
+            {"sizes": torch.ones(1, 2, 20, dtype=INT, device="meta"), "threshold": 0.5},
+            "sizes.device=meta",
+        ),
         ({"bias_in": zeros(2, 1, 31)}, "bias_in is torch.float32"),
         ({"weight_out": zeros(2, 32, 20, dtype=HALF)}, "weight_out is torch.float16"),
     ],
@@ -224,11 +258,17 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"k": zeros(1, 2, 40, 64).int()}, "k.dtype=torch.int32"),
         ({"k": zeros(1, 2, 40, 60)}, "head size 60: expected a multiple of 8"),
         ({"centroids": zeros(3, 7, 64)}, r"centroids.shape=\(3, 7, 64\): expected \[2, C, 64\]"),
-        ({"centroids": zeros(2, 7, 64).half()}, "centroids.dtype=torch.float16: expected torch.float32"),
+        (
+            {"centroids": zeros(2, 7, 64).half()},
+            "centroids.dtype=torch.float16: expected torch.float32",
+        ),
     ],
     "bucket_sums": [
         ({"buckets": zeros(1, 2, 40)}, "buckets is torch.float32"),
-        ({"buckets": zeros(1, 2, 41).int()}, r"buckets is torch.int32 \(1, 2, 41\): expected int32 \(1, 2, 40\)"),
+        (
+            {"buckets": zeros(1, 2, 41).int()},
+            r"buckets is torch.int32 \(1, 2, 41\): expected int32 \(1, 2, 40\)",
+        ),
         ({"num_buckets": 0}, "num_buckets=0"),
         ({"k": zeros(1, 2, 40, 520)}, "head size 520"),
     ],
@@ -246,7 +286,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "gate_scores": [
         ({"columns": zeros(1, 4, 4)}, "columns is"),
-        ({"columns": zeros(1, 4, 5), "last_queries": True}, "columns: expected None with last_queries=True"),
+        (
+            {"columns": zeros(1, 4, 5), "last_queries": True},
+            "columns: expected None with last_queries=True",
+        ),
         ({"key_block_size": 8}, "key_block_size=8: expected one of 16, 32, 64, 128"),
         ({"q_pool": ["mean"]}, "q_pool="),
         ({"query_weight": zeros(3, 16, 16)}, "query_weight.shape="),
@@ -257,7 +300,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_keys": 90}, "pooled_k.shape="),
         ({"pooled_k": zeros(1, 2, 5, 8)}, "pooled_k.shape="),
         ({"pooled_k": zeros(1, 2, 5, 32, dtype=torch.float64)}, "pooled_k is"),
-        ({"q_rope": zeros(1, 4, 70, 16)}, "key_weight is"),  # of the keys' poolings, the last one would be its
+        # of the keys' poolings, the last one would be its
+        ({"q_rope": zeros(1, 4, 70, 16)}, "key_weight is"),
         ({"mean_weight": 0.5}, "mean_weight=0.5"),
         ({"q_rope": zeros(1, 4, 70, 8)}, "q_rope is"),
     ],
@@ -306,7 +350,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"q": zeros(2, 4, 2, 64)}, r"q.shape=\(2, 4, 2, 64\): expected 1 tokens"),
         ({"k": zeros(2, 3, 1, 64), "v": zeros(2, 3, 1, 64)}, "q has 4 heads, k has 3"),
         ({"v": zeros(2, 2, 1, 64, dtype=HALF)}, "v.dtype=torch.float16"),
-        ({"cos": zeros(3, 1, 64)}, r"cos is torch.float32 \(3, 1, 64\): expected torch.float32 \[2 or 1, 1, 64\]"),
+        (
+            {"cos": zeros(3, 1, 64)},
+            r"cos is torch.float32 \(3, 1, 64\): expected torch.float32 \[2 or 1, 1, 64\]",
+        ),
         ({"sin": zeros(1, 1, 64, dtype=HALF)}, "sin is torch.float16"),
         ({"keys": zeros(2, 2, 64)}, "keys is torch.float32"),
         ({"values": zeros(2, 2, 5, 64)}, r"values.shape=\(2, 2, 5, 64\): expected that of keys"),
@@ -329,31 +376,53 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"buckets": zeros(5, 8, 2, dtype=SHORT, device="meta")}, "buckets.device=meta"),
     ],
 }
-PLAIN: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {  # functions that are no operations, and valid arguments
+# functions that are no operations, and valid arguments
+PLAIN: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "bucket_sums": (bucket_sums, arguments.bucket_sums("cpu")),
-    "apply_sinks": (apply_sinks, {"state": SparseAttention(zeros(1, 2, 5, 8), zeros(1, 2, 5)), "sinks": zeros(2)}),
-    "unrotate": (unrotate, {"x": zeros(1, 1, 5, 16), "cos": torch.ones(1, 5, 16), "sin": zeros(1, 5, 16)}),
+    "apply_sinks": (
+        apply_sinks,
+        {"state": SparseAttention(zeros(1, 2, 5, 8), zeros(1, 2, 5)), "sinks": zeros(2)},
+    ),
+    "unrotate": (
+        unrotate,
+        {"x": zeros(1, 1, 5, 16), "cos": torch.ones(1, 5, 16), "sin": zeros(1, 5, 16)},
+    ),
     "rms_norm": (rms_norm, {"x": zeros(3, 8), "weight": zeros(8), "eps": 1e-5}),
     "gated_silu": (gated_silu, {"gate": zeros(3, 8), "up": zeros(3, 8)}),
     "rotate_and_append": (
         rotate_and_append,
         {"q": zeros(2, 4, 1, 64), "k": zeros(2, 2, 1, 64), "v": zeros(2, 2, 1, 64)}
         | {"cos": zeros(1, 1, 64), "sin": zeros(1, 1, 64)}
-        | {"keys": zeros(2, 2, 6, 64), "values": zeros(2, 2, 6, 64), "position": zeros(1, dtype=LONG)},
+        | {
+            "keys": zeros(2, 2, 6, 64),
+            "values": zeros(2, 2, 6, 64),
+            "position": zeros(1, dtype=LONG),
+        },
     ),
     "write_pages": (
         write_pages,
         {name: zeros(2, 3, 16) for name in "kv"}
-        | {"keys": zeros(5, 8, 2, 16), "values": zeros(5, 8, 2, 16), "buckets": zeros(5, 8, 2, dtype=SHORT)}
-        | {"pages": zeros(3, dtype=LONG), "offsets": zeros(3, dtype=LONG), "ids": zeros(2, 3, dtype=LONG)},
+        | {
+            "keys": zeros(5, 8, 2, 16),
+            "values": zeros(5, 8, 2, 16),
+            "buckets": zeros(5, 8, 2, dtype=SHORT),
+        }
+        | {
+            "pages": zeros(3, dtype=LONG),
+            "offsets": zeros(3, dtype=LONG),
+            "ids": zeros(2, 3, dtype=LONG),
+        },
     ),
 }
 
 
 WITHOUT_BFLOAT16 = ("apply_sinks", "best_blocks", "paged_bucket_sizes")
-FULL_PRECISION = ("lses", "centroids", "pooled_k", "query_weight", "key_weight", "inv_freq")  # of any dtype of the others
+# of any dtype of the others
+FULL_PRECISION = ("lses", "centroids", "pooled_k", "query_weight", "key_weight", "inv_freq")
 
-FUNCTIONS = {name: (getattr(msattn, name), getattr(arguments, name)("cpu")) for name in OPERATIONS} | PLAIN
+FUNCTIONS = {
+    name: (getattr(msattn, name), getattr(arguments, name)("cpu")) for name in OPERATIONS
+} | PLAIN
 
 
 def refusals() -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -363,10 +432,18 @@ def refusals() -> Iterator[tuple[str, dict[str, Any], str]]:
             yield name, change, message
         for each in [x for x in ANY if x in inspect.signature(function).parameters]:
             for x in ANY[each]:
-                yield name, {each: x}, f"{each} is {x.dtype}" if isinstance(x, Tensor) else f"{each}={x!r}"
+                yield (
+                    name,
+                    {each: x},
+                    f"{each} is {x.dtype}" if isinstance(x, Tensor) else f"{each}={x!r}",
+                )
 
 
-@pytest.mark.parametrize(("name", "change", "message"), refusals(), ids=lambda x: x if isinstance(x, str) else "-".join(x))
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    refusals(),
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
+)
 def test_refuses(name: str, change: dict[str, Any], message: str) -> None:
     """Checks read shapes and types; the torch backend also refuses values."""
     function, given = FUNCTIONS[name]
@@ -381,7 +458,9 @@ def test_accepts_what_the_refused_arguments_are_changes_of(name: str) -> None:
     function(**given)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted without a CUDA device only")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are interpreted without a CUDA device only"
+)
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name not in WITHOUT_BFLOAT16])
 def test_interpreted_kernels_refuse_bfloat16(name: str) -> None:
     """Triton's interpreter has no arithmetic for it: products were wrong by up to 1e9."""
@@ -394,7 +473,9 @@ def test_interpreted_kernels_refuse_bfloat16(name: str) -> None:
     if cache := given.get("cache"):
         given["cache"] = PagedKeys(*map(half, cache))
     with pytest.raises(
-        ValueError, match=r"dtype=torch.bfloat16: Triton's interpreter .* use float32, float16 or backend='torch'"
+        ValueError,
+        match=r"dtype=torch.bfloat16: Triton's interpreter .* use float32, float16 or "
+        r"backend='torch'",
     ):
         function(**given, backend="triton")
     function(**given, backend="torch")

@@ -41,20 +41,32 @@ def test_splits_leave_room_for_extra_programs(blocks: int, splits: int) -> None:
 
 @pytest.mark.parametrize(
     ("blocks", "tiles", "limit", "splits"),
-    [(8, 64, None, 33), (8, 20, None, 20), (1000, 64, None, 1), (1, 512, 128, 128), (8, 64, 128, 33)],
+    [
+        (8, 64, None, 33),
+        (8, 20, None, 20),
+        (1000, 64, None, 1),
+        (1, 512, 128, 128),
+        (8, 64, 128, 33),
+    ],
 )
-def test_one_wave_splits_run_at_once(blocks: int, tiles: int, limit: int | None, splits: int) -> None:
+def test_one_wave_splits_run_at_once(
+    blocks: int, tiles: int, limit: int | None, splits: int
+) -> None:
     assert one_wave_splits(blocks, 264, tiles, limit) == splits
 
 
 @pytest.mark.parametrize(
-    ("splits", "head_size", "rebase"), [(2, 8, True), (32, 256, False), (33, 80, True), (129, 256, True), (300, 80, False)]
+    ("splits", "head_size", "rebase"),
+    [(2, 8, True), (32, 256, False), (33, 80, True), (129, 256, True), (300, 80, False)],
 )
 def test_merge_agrees_with_fp64(splits: int, head_size: int, rebase: bool, device: str) -> None:
     """Some splits, and all splits of one row, have no visible key."""
     generator = torch.Generator().manual_seed(splits)
     part_max = torch.randn(3, splits, generator=generator) * 5
-    part_sum, part_out = torch.rand(3, splits, generator=generator), torch.randn(3, splits, head_size, generator=generator)
+    part_sum, part_out = (
+        torch.rand(3, splits, generator=generator),
+        torch.randn(3, splits, head_size, generator=generator),
+    )
     if not rebase:
         part_max[:] = part_max[:, :1]
     empty = torch.rand(3, splits, generator=generator) < 0.3

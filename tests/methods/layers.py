@@ -24,7 +24,11 @@ SHAPES = [  # queries, keys, left padding
 
 
 def layer_inputs(
-    num_queries: int = 70, num_keys: int | None = None, padding: list[int] | None = None, layer: int = 1, seed: int = 0
+    num_queries: int = 70,
+    num_keys: int | None = None,
+    padding: list[int] | None = None,
+    layer: int = 1,
+    seed: int = 0,
 ) -> LayerInputs:
     """Random inputs of one layer, four query heads to two key/value heads, without RoPE."""
     batch = 1 if padding is None else len(padding)
@@ -32,12 +36,15 @@ def layer_inputs(
     q = q * 3  # sharper attention
     ones = torch.ones(1, num_queries, 16)
     return LayerInputs(
-        layer=layer, q=q, k=k, v=v, q_nope=q, k_nope=k[:, :, k.shape[2] - num_queries :], cos=ones, sin=0 * ones, scale=0.25,
+        layer=layer, q=q, k=k, v=v, q_nope=q, k_nope=k[:, :, k.shape[2] - num_queries :], cos=ones,
+        sin=0 * ones, scale=0.25,
         kv_start=testing.starts(padding), cache=None,
     )  # fmt: skip
 
 
 def geometry(num_queries: int, num_keys: int, padding: list[int] | None) -> tuple[Tensor, Tensor]:
     """Returns the visible blocks and the diagonal ones among them."""
-    found = candidate_blocks(layer_inputs(num_queries, num_keys, padding), BlockSizes(BLOCK, BLOCK), AlwaysRead(0, 0))
+    found = candidate_blocks(
+        layer_inputs(num_queries, num_keys, padding), BlockSizes(BLOCK, BLOCK), AlwaysRead(0, 0)
+    )
     return found.visible, found.always

@@ -37,8 +37,15 @@ def test_flashprefill_sums_the_exponentials_of_single_queries(num_queries, num_k
     for head in range(4):
         means = [block.mean(0) for block in x.k[0, head // 2].split(BLOCK)]
         for r, (first, end, last) in enumerate(row_blocks(x)):
-            sums = torch.stack([(x.q[0, head, first:end] @ means[c] * x.scale).exp().sum() for c in range(last + 1)])
-            torch.testing.assert_close(scores[0, head, r, : last + 1], sums / sums.sum(), rtol=1e-4, atol=1e-6)
+            sums = torch.stack(
+                [
+                    (x.q[0, head, first:end] @ means[c] * x.scale).exp().sum()
+                    for c in range(last + 1)
+                ]
+            )
+            torch.testing.assert_close(
+                scores[0, head, r, : last + 1], sums / sums.sum(), rtol=1e-4, atol=1e-6
+            )
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(96, 96), (32, 96)])
@@ -53,7 +60,10 @@ def test_xattention_sums_antidiagonals(num_queries, num_keys, stride):
             logits = torch.zeros(seen)
             for j in range(seen):
                 for s in range(stride):
-                    query, key = x.q[0, head, i * stride + s], x.k[0, head // 2, j * stride + stride - 1 - s]
+                    query, key = (
+                        x.q[0, head, i * stride + s],
+                        x.k[0, head // 2, j * stride + stride - 1 - s],
+                    )
                     logits[j] += query @ key * x.scale / stride
             for j, mass in enumerate(logits.softmax(0)):
                 expected[i * stride // BLOCK, j * stride // BLOCK] += mass * stride / BLOCK
@@ -66,15 +76,21 @@ def test_flexprefill_pools_in_the_heads_whose_last_queries_it_predicts(num_queri
     x.q[:, :2] *= 0.05  # so flat that means predict the attention of these heads
     probs, found = probabilities(x)[0, :, -BLOCK:], []
     for head in range(4):
-        true = torch.stack([part.sum() for part in probs[head].split(BLOCK, dim=1)]) / len(probs[head])
+        true = torch.stack([part.sum() for part in probs[head].split(BLOCK, dim=1)]) / len(
+            probs[head]
+        )
         mean = x.q[0, head, -BLOCK:].mean(0)
-        logits = torch.stack([part.mean(0) @ mean * x.scale for part in x.k[0, head // 2].split(BLOCK)])
+        logits = torch.stack(
+            [part.mean(0) @ mean * x.scale for part in x.k[0, head // 2].split(BLOCK)]
+        )
         estimate, middle = logits.softmax(0), (logits.softmax(0) + true) / 2
         nats = ((true / middle).log() * true + (estimate / middle).log() * estimate).sum() / 2
         found.append(bool(nats.clamp(min=0).sqrt() < 0.1))
     assert num_keys % BLOCK or found == [True, True, False, False]
     pooled, slashes = MeanPool(BLOCK)(x), VerticalSlash(BLOCK, last_queries=BLOCK)(x)
-    torch.testing.assert_close(FlexPrefill(BLOCK)(x), torch.where(torch.tensor(found)[:, None, None], pooled, slashes))
+    torch.testing.assert_close(
+        FlexPrefill(BLOCK)(x), torch.where(torch.tensor(found)[:, None, None], pooled, slashes)
+    )
 
 
 def test_minference_ranks_the_first_columns_and_the_last_distances_first():

@@ -1,4 +1,6 @@
-"""Blocks of fewer keys than queries: what is visible and always read, scores, gates, thresholds, policies."""
+"""Blocks of fewer keys than queries: what is visible and always read, scores, gates, thresholds,
+policies.
+"""
 
 import itertools
 from dataclasses import asdict, replace
@@ -41,10 +43,16 @@ ARGUMENTS = SIZES.arguments
     st.integers(1, 300),
     st.integers(1, 300),
     st.lists(st.integers(0, 200), min_size=1, max_size=2),
-    st.sampled_from([BlockSizes(64, 16), BlockSizes(32, 16), BlockSizes(64, 32), BlockSizes(16, 16)]),
-    st.sampled_from([AlwaysRead(0, 0), AlwaysRead(1, 1), AlwaysRead(2, 1, dense_queries=40), AlwaysRead(0, 2)]),
+    st.sampled_from(
+        [BlockSizes(64, 16), BlockSizes(32, 16), BlockSizes(64, 32), BlockSizes(16, 16)]
+    ),
+    st.sampled_from(
+        [AlwaysRead(0, 0), AlwaysRead(1, 1), AlwaysRead(2, 1, dense_queries=40), AlwaysRead(0, 2)]
+    ),
 )
-def test_sink_and_local_blocks_hold_as_many_keys_as_those_of_equal_sizes(num_queries, num_keys, padding, sizes, always) -> None:
+def test_sink_and_local_blocks_hold_as_many_keys_as_those_of_equal_sizes(
+    num_queries, num_keys, padding, sizes, always
+) -> None:
     """By definition, in loops over the rows and columns of blocks."""
     padding = [p % num_keys for p in padding]
     found = candidate_blocks(layer_inputs(num_queries, num_keys, padding), sizes, always)
@@ -59,14 +67,18 @@ def test_sink_and_local_blocks_hold_as_many_keys_as_those_of_equal_sizes(num_que
                 local = own[-1] >= first - always.local_blocks * sizes.queries
                 required = local or own[0] < always.sink_blocks * sizes.queries
                 if always.dense_queries:
-                    required = required or (bool(queries) and queries[-1] >= keys - always.dense_queries)
+                    required = required or (
+                        bool(queries) and queries[-1] >= keys - always.dense_queries
+                    )
                 assert found.visible[b, 0, r, c].item() == seen
                 assert found.always[b, 0, r, c].item() == (seen and required)
 
 
 @pytest.mark.parametrize("padding", [None, [0, 37]])
 @pytest.mark.parametrize("scores", [name for name in BASELINES if name != "a_shape"])
-def test_scores_are_distributions_over_the_visible_blocks(scores: str, padding: list[int] | None) -> None:
+def test_scores_are_distributions_over_the_visible_blocks(
+    scores: str, padding: list[int] | None
+) -> None:
     x = layer_inputs(150, 210, padding)
     scorer = Selection.from_config(SelectConfig(scores=scores, **ARGUMENTS)).scorer
     assert scorer.sizes == SIZES
@@ -80,9 +92,13 @@ def test_scores_that_pool_keys_by_their_definitions() -> None:
     x, rows, cols = layer_inputs(150, 210), range(0, 150, 64), range(0, 210, 16)
     seen = candidate_blocks(x, SIZES).visible[0, 0]
     probs = (
-        (x.q @ x.k.repeat_interleave(2, 1).mT * x.scale).masked_fill(~visible(1, 150, 210, True, None), -torch.inf).softmax(-1)
+        (x.q @ x.k.repeat_interleave(2, 1).mT * x.scale)
+        .masked_fill(~visible(1, 150, 210, True, None), -torch.inf)
+        .softmax(-1)
     )
-    masses = pool_over_blocks(probs, torch.arange(150)[None] // 64, torch.arange(210)[None] // 16, (3, 14), "mass")
+    masses = pool_over_blocks(
+        probs, torch.arange(150)[None] // 64, torch.arange(210)[None] // 16, (3, 14), "mass"
+    )
     torch.testing.assert_close(Oracle(*SIZES)(x), masses / masses.sum(-1, keepdim=True))
     means, bounds = (torch.full((1, 4, 3, 14), -torch.inf) for _ in range(2))
     for h in range(4):
@@ -107,7 +123,9 @@ def test_scores_that_add_over_keys_add_up_to_those_of_larger_blocks() -> None:
 def test_flashprefill_sums_the_exponentials_of_single_queries_with_means_of_few_keys() -> None:
     x = layer_inputs(128, 256)
     means = x.k.repeat_interleave(2, 1).unflatten(2, (-1, 16)).mean(3)
-    sums = (x.q @ means.mT * x.scale).exp().unflatten(2, (2, 64)).sum(3) * candidate_blocks(x, SIZES).visible
+    sums = (x.q @ means.mT * x.scale).exp().unflatten(2, (2, 64)).sum(3) * candidate_blocks(
+        x, SIZES
+    ).visible
     torch.testing.assert_close(FlashPrefill(*SIZES)(x), sums / sums.sum(-1, keepdim=True))
 
 
@@ -127,9 +145,13 @@ def gate_config(**changes: Any) -> GateConfig:
 
 def test_thresholds_read_the_share_of_the_keys_that_is_asked_for() -> None:
     model, gate = tiny_model(initializer_range=0.3), noisy_gate(gate_config(), std=0.2)
-    gate.thresholds = gate_thresholds(gate, model, [{"input_ids": row} for row in topical_tokens(4, 80, seed=3)])
+    gate.thresholds = gate_thresholds(
+        gate, model, [{"input_ids": row} for row in topical_tokens(4, 80, seed=3)]
+    )
     for scores in ("gate", "gate_question"):
-        selection = Selection.from_config(SelectConfig("calibrated", scores=scores, sparsity=0.6), gate)
+        selection = Selection.from_config(
+            SelectConfig("calibrated", scores=scores, sparsity=0.6), gate
+        )
         read, seen = 0, 0
         for row in topical_tokens(4, 80, seed=2):
             for x in inputs_of_layers(model, row[None]):
@@ -139,17 +161,28 @@ def test_thresholds_read_the_share_of_the_keys_that_is_asked_for() -> None:
 
 
 def test_short_rows_are_counted_in_blocks_of_as_many_keys_as_queries() -> None:
-    """Rows read nothing but the always-read blocks up to the same number of keys, whatever the keys of a block."""
+    """Rows read nothing but the always-read blocks up to the same number of keys, whatever the keys
+    of a block.
+    """
     always = AlwaysRead()
     for sparsity in (0.5, 0.9):
-        keys = {sizes.keys * shortest_row(sparsity, always, sizes) for sizes in (BlockSizes(64, 16), BlockSizes(64, 64))}
+        keys = {
+            sizes.keys * shortest_row(sparsity, always, sizes)
+            for sizes in (BlockSizes(64, 16), BlockSizes(64, 64))
+        }
         assert len(keys) == 1
     chunks = [{"input_ids": random_tokens(1, 40 * 32)[0]}]
     table = calibrate_blocks({"quest": Quest(32, 16)}, tiny_model(), chunks)["quest"]
-    select = SelectConfig("calibrated", scores="quest", block_size=32, key_block_size=16, sparsity=0.8)
+    select = SelectConfig(
+        "calibrated", scores="quest", block_size=32, key_block_size=16, sparsity=0.8
+    )
     x = layer_inputs(40 * 32)
     mask = Selection.from_config(select, thresholds=table).blocks(x)
-    whole = mask.all(1)[0].masked_fill(~candidate_blocks(x, BlockSizes(32, 16)).visible[0, 0], True).all(-1)
+    whole = (
+        mask.all(1)[0]
+        .masked_fill(~candidate_blocks(x, BlockSizes(32, 16)).visible[0, 0], True)
+        .all(-1)
+    )
     assert whole[:5].all()  # rows of up to 5 blocks of 32, an eighth of the prompt
     assert not whole[5:].any()
 
@@ -161,11 +194,18 @@ def test_a_prompt_budget_counts_keys() -> None:
 
 
 def test_unequal_sizes_are_checked() -> None:
-    with pytest.raises(UserError, match=r"^gate\.key_block_size=128: expected gate\.block_size=64 or a part of it$"):
+    with pytest.raises(
+        UserError, match=r"^gate\.key_block_size=128: expected gate\.block_size=64 or a part of it$"
+    ):
         GateConfig(key_block_size=128)
-    with pytest.raises(UserError, match=r"^select\.key_block_size=32: expected select\.block_size=16 or a part of it$"):
+    with pytest.raises(
+        UserError,
+        match=r"^select\.key_block_size=32: expected select\.block_size=16 or a part of it$",
+    ):
         SelectConfig(block_size=16, key_block_size=32)
-    with pytest.raises(UserError, match=r"^gate\.key_block_size=16: allowed only with gate\.phase=prefill$"):
+    with pytest.raises(
+        UserError, match=r"^gate\.key_block_size=16: allowed only with gate\.phase=prefill$"
+    ):
         GateConfig(phase="decode", key_block_size=16)
     with pytest.raises(UserError, match=r"^select\.policy=multiscale: expected another policy"):
         Selection.from_config(SelectConfig("multiscale", scores="quest", **ARGUMENTS))
@@ -173,9 +213,13 @@ def test_unequal_sizes_are_checked() -> None:
 
 @torch.no_grad()
 def test_rows_of_the_question_by_their_definition() -> None:
-    """The last row holds the exact map; others the gate's probability or half of the mean attention, whichever is larger."""
+    """The last row holds the exact map; others the gate's probability or half of the mean
+    attention, whichever is larger.
+    """
     gate, model = noisy_gate(gate_config(), std=0.2), tiny_model()
-    ids, mask = left_padded([random_tokens(1, length, seed)[0] for seed, length in enumerate((160, 131))])
+    ids, mask = left_padded(
+        [random_tokens(1, length, seed)[0] for seed, length in enumerate((160, 131))]
+    )
     for x in inputs_of_layers(model, ids, attention_mask=mask):
         x = replace(x, q=3 * x.q)
         found, plain = QuestionScores(gate)(x), GateScores(gate, last_block="pooled")(x)
@@ -183,18 +227,29 @@ def test_rows_of_the_question_by_their_definition() -> None:
         for b, pad in enumerate((0, 29)):
             keys = 160 - pad
             probs = x.q[b, :, -64:] @ x.k[b, :, pad:].repeat_interleave(2, 0).mT * x.scale
-            probs = probs.masked_fill(torch.arange(keys) > torch.arange(keys - 64, keys)[:, None], -torch.inf).softmax(-1)
-            masses = torch.nn.functional.pad(probs, (0, -keys % 16)).unflatten(-1, (-1, 16)).sum(-1)  # [4, 64, c]
+            probs = probs.masked_fill(
+                torch.arange(keys) > torch.arange(keys - 64, keys)[:, None], -torch.inf
+            ).softmax(-1)
+            # [4, 64, c]
+            masses = torch.nn.functional.pad(probs, (0, -keys % 16)).unflatten(-1, (-1, 16)).sum(-1)
             last = -(-keys // 32) - 1
             own = keys - 32 * last
             exact = masses[:, -own:].amax(1)
             width = exact.shape[-1]
-            torch.testing.assert_close(found[b, :, last, :width], exact / exact.sum(-1, keepdim=True), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                found[b, :, last, :width], exact / exact.sum(-1, keepdim=True), rtol=1e-4, atol=1e-6
+            )
             columns = masses.mean(1)[:, None]
             rows = (
-                plain[b, :, : last - 2, :width].maximum(0.5 * columns) * seen[b if len(seen) > 1 else 0, :, : last - 2, :width]
+                plain[b, :, : last - 2, :width].maximum(0.5 * columns)
+                * seen[b if len(seen) > 1 else 0, :, : last - 2, :width]
             )
-            torch.testing.assert_close(found[b, :, : last - 2, :width], rows / rows.sum(-1, keepdim=True), rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(
+                found[b, :, : last - 2, :width],
+                rows / rows.sum(-1, keepdim=True),
+                rtol=1e-4,
+                atol=1e-6,
+            )
 
 
 def test_artifacts_keep_the_sizes(tmp_path: Path) -> None:
@@ -216,13 +271,23 @@ def test_artifacts_of_older_versions_have_equal_sizes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("heads", ["query", "kv"])
 @torch.no_grad()
-def test_parts_of_the_heads_choose_what_all_of_them_do(heads: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_the_heads_choose_what_all_of_them_do(
+    heads: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, model = noisy_gate(gate_config(heads=heads), std=0.2), tiny_model()
-    ids, mask = left_padded([random_tokens(1, length, seed)[0] for seed, length in enumerate((160, 131))])
+    ids, mask = left_padded(
+        [random_tokens(1, length, seed)[0] for seed, length in enumerate((160, 131))]
+    )
     for layer in inputs_of_layers(model, ids, attention_mask=mask):
-        pooled = pool_keys(gate.cfg.cached_pools, layer.k_nope, layer.k, block_size=16, start=layer.kv_start)
-        for x, scores in itertools.product((layer, replace(layer, pooled_keys=pooled)), ("gate", "gate_question")):
-            selection = Selection.from_config(SelectConfig("topk", scores=scores, sparsity=0.5), gate)
+        pooled = pool_keys(
+            gate.cfg.cached_pools, layer.k_nope, layer.k, block_size=16, start=layer.kv_start
+        )
+        for x, scores in itertools.product(
+            (layer, replace(layer, pooled_keys=pooled)), ("gate", "gate_question")
+        ):
+            selection = Selection.from_config(
+                SelectConfig("topk", scores=scores, sparsity=0.5), gate
+            )
             whole = selection.blocks(x)
             with monkeypatch.context() as patch:
                 patch.setattr(select, "SCORE_BYTES", 1)

@@ -1,4 +1,6 @@
-"""Calibrated thresholds: the share that is read at several lengths, the always-read blocks, chunks, refusals."""
+"""Calibrated thresholds: the share that is read at several lengths, the always-read blocks, chunks,
+refusals.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,9 @@ BLOCK = 16
 
 @pytest.mark.parametrize("scores", BASELINES)
 def test_calibrated_baselines_read_the_given_share_of_each_layer(scores: str) -> None:
-    """The share is counted block by block over the causal triangle, which needs none of the calibration's code."""
+    """The share is counted block by block over the causal triangle, which needs none of the
+    calibration's code.
+    """
     model, ids, blocks = tiny_model(initializer_range=0.3), random_tokens(3, 40 * BLOCK), 40
     chunks = [{"input_ids": row} for row in ids]
     if scores == "a_shape":
@@ -35,12 +39,18 @@ def test_calibrated_baselines_read_the_given_share_of_each_layer(scores: str) ->
     # Chunk by chunk, because random scores depend on the shape.
     masks = [[selection.blocks(x)[0] for x in inputs_of_layers(model, row[None])] for row in ids]
     for layer in range(2):
-        read = torch.stack([torch.stack([masks[i][layer][:, r, c] for r, c in triangle]) for i in range(len(ids))])
-        assert read.float().mean().item() == pytest.approx(0.4, abs=0.05 if scores == "a_shape" else 0.02)
+        read = torch.stack(
+            [torch.stack([masks[i][layer][:, r, c] for r, c in triangle]) for i in range(len(ids))]
+        )
+        assert read.float().mean().item() == pytest.approx(
+            0.4, abs=0.05 if scores == "a_shape" else 0.02
+        )
 
 
 def scores_of_power_law(blocks: int, seed: int) -> Tensor:
-    """Heavy-tailed scores of 16 heads, whose rows sum to 1: a few blocks of a row hold most of it, as in a language model."""
+    """Heavy-tailed scores of 16 heads, whose rows sum to 1: a few blocks of a row hold most of it,
+    as in a language model.
+    """
     raw = torch.rand(1, 16, blocks, blocks, generator=torch.Generator().manual_seed(seed)) ** -0.5
     raw = raw * torch.ones(blocks, blocks).tril()
     return raw / raw.sum(-1, keepdim=True)
@@ -57,8 +67,12 @@ class Drawn:
 
 @pytest.mark.parametrize("sparsity", [0.5, 0.8, 0.9])
 def test_the_share_holds_at_other_lengths_than_those_of_the_calibration(sparsity: float) -> None:
-    """Measured on 128 blocks, prompts of 32 to 192 blocks read the share, or what is always read."""
-    table = calibrate_blocks({"drawn": Drawn()}, tiny_model(), [{"input_ids": random_tokens(1, 128 * BLOCK)[0]}])["drawn"]
+    """Measured on 128 blocks, prompts of 32 to 192 blocks read the share, or what is always
+    read.
+    """
+    table = calibrate_blocks(
+        {"drawn": Drawn()}, tiny_model(), [{"input_ids": random_tokens(1, 128 * BLOCK)[0]}]
+    )["drawn"]
     select = SelectConfig("calibrated", scores="quest", block_size=BLOCK, sparsity=sparsity)
     selection = Selection.from_config(select, thresholds=table)
     for blocks in (32, 64, 128, 192):
@@ -72,7 +86,8 @@ def test_the_share_holds_at_other_lengths_than_those_of_the_calibration(sparsity
 def test_all_scores_are_calibrated_in_one_pass() -> None:
     model, chunks, passes = tiny_model(), [{"input_ids": random_tokens(1, 20 * BLOCK)[0]}], []
     scorers = {
-        name: Selection.from_config(SelectConfig(scores=name, block_size=BLOCK)).scorer for name in ("quest", "mean_pool")
+        name: Selection.from_config(SelectConfig(scores=name, block_size=BLOCK)).scorer
+        for name in ("quest", "mean_pool")
     }
     hook = model.register_forward_pre_hook(lambda *_: passes.append(1))
     decoder = model.model.register_forward_pre_hook(lambda *_: passes.append(1))
@@ -85,29 +100,43 @@ def test_all_scores_are_calibrated_in_one_pass() -> None:
 
 
 def test_chunks_too_short_for_a_sparsity_leave_it_to_topk() -> None:
-    table = calibrate_blocks({"quest": Quest(BLOCK)}, tiny_model(), [{"input_ids": random_tokens(1, 24 * BLOCK)[0]}])["quest"]
+    table = calibrate_blocks(
+        {"quest": Quest(BLOCK)}, tiny_model(), [{"input_ids": random_tokens(1, 24 * BLOCK)[0]}]
+    )["quest"]
     assert table.layers[0][SPARSITIES.index(0.5)] is not None
     assert table.layers[0][SPARSITIES.index(0.9)] is None
     x = inputs_of_layers(tiny_model(), random_tokens(1, 60 * BLOCK))[0]
     masks = [
-        Selection.from_config(SelectConfig(policy, scores="quest", block_size=BLOCK, sparsity=0.9), thresholds=table).blocks(x)
+        Selection.from_config(
+            SelectConfig(policy, scores="quest", block_size=BLOCK, sparsity=0.9), thresholds=table
+        ).blocks(x)
         for policy in ("calibrated", "topk")
     ]
     assert torch.equal(*(mask[:, :, 7:] for mask in masks))  # rows before are short
 
 
 def test_calibrated_scores_without_thresholds_are_refused() -> None:
-    with pytest.raises(UserError, match=r"^select.policy=calibrated: needs calibrated thresholds of select.scores=quest; topk"):
+    with pytest.raises(
+        UserError,
+        match=r"^select.policy=calibrated: needs calibrated thresholds of select.scores=quest; "
+        r"topk",
+    ):
         Selection.from_config(SelectConfig("calibrated", scores="quest"))
-    table = calibrate_blocks({"quest": Quest(BLOCK)}, tiny_model(), [{"input_ids": random_tokens(1, 64)[0]}])["quest"]
+    table = calibrate_blocks(
+        {"quest": Quest(BLOCK)}, tiny_model(), [{"input_ids": random_tokens(1, 64)[0]}]
+    )["quest"]
     with pytest.raises(UserError, match=r"^select.sparsity=0.97: quest is calibrated up to 0.95$"):
-        Selection.from_config(SelectConfig("calibrated", scores="quest", sparsity=0.97), thresholds=table)
+        Selection.from_config(
+            SelectConfig("calibrated", scores="quest", sparsity=0.97), thresholds=table
+        )
 
 
 @pytest.mark.parametrize(("blocks", "short"), [(40, 5), (128, 16), (160, 16)])
 def test_short_rows_are_read_whole(blocks: int, short: int) -> None:
     """Rows of up to 16 blocks, and of up to an eighth of the prompt's."""
-    table = calibrate_blocks({"quest": Quest(BLOCK)}, tiny_model(), [{"input_ids": random_tokens(1, 40 * BLOCK)[0]}])["quest"]
+    table = calibrate_blocks(
+        {"quest": Quest(BLOCK)}, tiny_model(), [{"input_ids": random_tokens(1, 40 * BLOCK)[0]}]
+    )["quest"]
     selection = Selection.from_config(
         SelectConfig("calibrated", scores="quest", block_size=BLOCK, sparsity=0.8), thresholds=table
     )
@@ -119,6 +148,13 @@ def test_short_rows_are_read_whole(blocks: int, short: int) -> None:
 def test_chunks_may_differ_in_length() -> None:
     ids = random_tokens(1, 60 * BLOCK)[0]
     chunks = [{"input_ids": ids[: blocks * BLOCK]} for blocks in (24, 60, 1, 33)]
-    table = calibrate_blocks({"quest": Quest(BLOCK)}, tiny_model(initializer_range=0.3), chunks)["quest"]
-    assert table == calibrate_blocks({"quest": Quest(BLOCK)}, tiny_model(initializer_range=0.3), chunks[::-1])["quest"]
+    table = calibrate_blocks({"quest": Quest(BLOCK)}, tiny_model(initializer_range=0.3), chunks)[
+        "quest"
+    ]
+    assert (
+        table
+        == calibrate_blocks(
+            {"quest": Quest(BLOCK)}, tiny_model(initializer_range=0.3), chunks[::-1]
+        )["quest"]
+    )
     assert all(layer[SPARSITIES.index(0.5)] is not None for layer in table.layers)

@@ -1,4 +1,6 @@
-"""Shares of the keys: densities of buckets, calibrated thresholds, and what a decoded query then reads."""
+"""Shares of the keys: densities of buckets, calibrated thresholds, and what a decoded query then
+reads.
+"""
 
 from typing import Any
 
@@ -32,18 +34,24 @@ def test_density_is_the_attention_of_a_key_over_that_of_the_mean_key() -> None:
     scores, sizes = torch.tensor([0.5, 0.3, 0.2, 0.0]), torch.tensor([50, 10, 0, 40])
     densities = bucket_densities(scores, sizes)
     torch.testing.assert_close(densities, torch.tensor([1.0, 3.0, 0.0, 0.0]))
-    torch.testing.assert_close(bucket_densities(4 * scores, sizes), densities)  # summed over a query group
+    # summed over a query group
+    torch.testing.assert_close(bucket_densities(4 * scores, sizes), densities)
     assert dense_buckets(densities, 2.0, 3).tolist().count(-1) == 2
     assert set(dense_buckets(densities, 1.0, 4).tolist()) == {0, 1, -1}
-    assert dense_buckets(densities, 0.5, 1).tolist() == [1]  # no more than asked for, the densest first
+    # no more than asked for, the densest first
+    assert dense_buckets(densities, 0.5, 1).tolist() == [1]
 
 
 @given(st.lists(st.integers(-1, 3), min_size=1, max_size=30), st.data())
-def test_bucket_sizes_count_the_keys_up_to_each_query(buckets: list[int], data: st.DataObject) -> None:
+def test_bucket_sizes_count_the_keys_up_to_each_query(
+    buckets: list[int], data: st.DataObject
+) -> None:
     where = st.lists(st.integers(0, len(buckets) - 1), min_size=1, unique=True)
     positions = sorted(data.draw(where))
     sizes = bucket_sizes(torch.tensor([buckets], dtype=torch.int32), torch.tensor(positions), 4)
-    assert sizes[:, 0].tolist() == [[buckets[: at + 1].count(each) for each in range(4)] for at in positions]
+    assert sizes[:, 0].tolist() == [
+        [buckets[: at + 1].count(each) for each in range(4)] for at in positions
+    ]
 
 
 def test_thresholds_are_interpolated_and_decrease() -> None:
@@ -55,21 +63,30 @@ def test_thresholds_are_interpolated_and_decrease() -> None:
     table = KeyThresholds([0.01, 0.04], [8.0, 2.0])
     assert table.density(0.02) == pytest.approx(4)
     for share in (0.005, 0.05):
-        with pytest.raises(UserError, match=f"^keys={share}: the router is calibrated from 0.01 to 0.04$"):
+        with pytest.raises(
+            UserError, match=f"^keys={share}: the router is calibrated from 0.01 to 0.04$"
+        ):
             table.density(share)
 
 
-@pytest.mark.parametrize(("share", "buckets", "most"), [(0.05, 12, 12), (0.01, 1024, 64), (0.05, 1024, 256), (0.5, 1024, 1024)])
+@pytest.mark.parametrize(
+    ("share", "buckets", "most"),
+    [(0.05, 12, 12), (0.01, 1024, 64), (0.05, 1024, 256), (0.5, 1024, 1024)],
+)
 def test_the_number_of_probes_is_bounded(share: float, buckets: int, most: int) -> None:
     assert most_probes(share, buckets) == most
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
 def test_the_mean_share_of_the_keys_is_the_requested_one(share: float) -> None:
-    """The keys are counted one by one for every query, which needs none of the calibration's code."""
+    """The keys are counted one by one for every query, which needs none of the calibration's
+    code.
+    """
     model, ids, router = tiny_model(), random_tokens(3, 200), classifiers()
     chunks = [{"input_ids": row} for row in ids]
-    threshold = calibrate_keys(router, model, chunks, recent=RECENT, sink=SINK, dense_layers=[0]).density(share)
+    threshold = calibrate_keys(
+        router, model, chunks, recent=RECENT, sink=SINK, dense_layers=[0]
+    ).density(share)
     read = total = 0
     reads = set()
     for row in ids:
@@ -79,7 +96,9 @@ def test_the_mean_share_of_the_keys_is_the_requested_one(share: float) -> None:
             scores = router.scores(1, x.q_nope[:, :, at : at + 1], x.q[:, :, at : at + 1])[0]
             for head in range(2):
                 seen, far = buckets[head, : at + 1], buckets[head, SINK : at - RECENT + 1]
-                per_key = torch.stack([scores[head, each] / (seen == each).sum() for each in range(BUCKETS)])
+                per_key = torch.stack(
+                    [scores[head, each] / (seen == each).sum() for each in range(BUCKETS)]
+                )
                 dense = per_key >= threshold * scores[head].sum() / len(seen)
                 here = int(dense[far.long()].sum())
                 read, total = read + here, total + len(far)
@@ -92,7 +111,9 @@ def test_the_mean_share_of_the_keys_is_the_requested_one(share: float) -> None:
 def test_decoding_reads_the_dense_buckets_of_each_layer() -> None:
     """Against the share of the keys that the definition gives for the one token that is decoded."""
     model, ids, router = tiny_model(), random_tokens(2, 200), classifiers()
-    router.thresholds = calibrate_keys(router, model, [{"input_ids": ids[0]}], recent=RECENT, sink=SINK, dense_layers=[])
+    router.thresholds = calibrate_keys(
+        router, model, [{"input_ids": ids[0]}], recent=RECENT, sink=SINK, dense_layers=[]
+    )
     options: dict[str, Any] = {"recent": RECENT, "sink": SINK, "dense_layers": (), "dense_below": 0}
 
     def decoded(**settings: Any) -> tuple[Tensor, float]:
@@ -114,7 +135,9 @@ def test_decoding_reads_the_dense_buckets_of_each_layer() -> None:
 
 def test_a_window_that_holds_every_key_leaves_nothing_to_calibrate() -> None:
     chunks = [{"input_ids": random_tokens(1, 20)[0]}]
-    with pytest.raises(UserError, match="sink=20: the calibration needs chunks with keys outside the dense window"):
+    with pytest.raises(
+        UserError, match="sink=20: the calibration needs chunks with keys outside the dense window"
+    ):
         calibrate_keys(classifiers(), tiny_model(), chunks, recent=4, sink=20, dense_layers=())
 
 
@@ -123,7 +146,10 @@ def test_a_share_needs_thresholds_of_a_classifier() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"qmodel": router, "keys": 0.05}, "^keys=0.05: this router has no calibrated thresholds"),
         ({"qmodel": router.partition, "keys": 0.05}, "^keys=0.05: needs a query classifier"),
-        ({"qmodel": router, "keys": 0.05, "probes": 2}, "^keys=0.05: probes=2 is given too; give one of the two"),
+        (
+            {"qmodel": router, "keys": 0.05, "probes": 2},
+            "^keys=0.05: probes=2 is given too; give one of the two",
+        ),
         ({"select": "quest", "keys": 0.05}, "^keys=0.05: only decoding with a router uses it"),
         ({"qmodel": router, "keys": "0.05"}, "^keys='0.05': expected a number"),
     ]

@@ -19,7 +19,9 @@ BLOCK = 16
 
 
 def slow_vertical_slash(x: LayerInputs, row: int, head: int, last: int) -> Tensor:
-    """Unnormalised block scores ``[Tr, Tc]`` of one sequence and head, with dictionaries of columns and distances."""
+    """Unnormalised block scores ``[Tr, Tc]`` of one sequence and head, with dictionaries of columns
+    and distances.
+    """
     pad = 0 if x.kv_start is None else int(x.kv_start[row])
     past, keys = x.num_keys - x.num_queries, x.num_keys - pad
     k = x.k[row, head // 2, pad:]
@@ -32,7 +34,9 @@ def slow_vertical_slash(x: LayerInputs, row: int, head: int, last: int) -> Tenso
         for key, weight in enumerate(weights):
             columns[key] += weight
             distances[position - key] = distances.get(position - key, 0.0) + weight
-    visible = geometry(x.num_queries, x.num_keys, None if x.kv_start is None else x.kv_start.tolist())[0]
+    visible = geometry(
+        x.num_queries, x.num_keys, None if x.kv_start is None else x.kv_start.tolist()
+    )[0]
     first = max(past - pad, 0)
     scores = torch.zeros(visible.shape[2:])
     for r, c in visible[row if len(visible) > 1 else 0, 0].nonzero().tolist():
@@ -43,7 +47,9 @@ def slow_vertical_slash(x: LayerInputs, row: int, head: int, last: int) -> Tenso
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys", "padding"), SHAPES)
-def test_vertical_slash_scores_are_the_largest_mass_that_crosses_a_block(num_queries, num_keys, padding):
+def test_vertical_slash_scores_are_the_largest_mass_that_crosses_a_block(
+    num_queries, num_keys, padding
+):
     x = layer_inputs(num_queries, num_keys, padding)
     scores = VerticalSlash(BLOCK, last_queries=24)(x)
     for row in range(len(x.q)):
@@ -54,13 +60,19 @@ def test_vertical_slash_scores_are_the_largest_mass_that_crosses_a_block(num_que
 
 
 def slow_profile(x: LayerInputs) -> tuple[Tensor, Tensor]:
-    """Sums and counts of the oracle's scores of one head and sequence: first block, then by distance."""
-    probs = testing.dense_attention(x.q, x.k, x.v, testing.visible(1, x.num_keys, x.num_keys, True, None), x.scale).probs[0]
+    """Sums and counts of the oracle's scores of one head and sequence: first block, then by
+    distance.
+    """
+    probs = testing.dense_attention(
+        x.q, x.k, x.v, testing.visible(1, x.num_keys, x.num_keys, True, None), x.scale
+    ).probs[0]
     blocks = -(-x.num_keys // BLOCK)
     sums, counts = torch.zeros(probs.shape[0], 1 + blocks), torch.zeros(1 + blocks)
     for r in range(1, blocks):
         rows = probs[:, r * BLOCK : (r + 1) * BLOCK]
-        best = torch.stack([rows[:, :, c * BLOCK : (c + 1) * BLOCK].amax((1, 2)) for c in range(r + 1)], 1)
+        best = torch.stack(
+            [rows[:, :, c * BLOCK : (c + 1) * BLOCK].amax((1, 2)) for c in range(r + 1)], 1
+        )
         best /= best.sum(1, keepdim=True)
         for c in range(r + 1):
             place = 0 if c == 0 else 1 + r - c
@@ -83,19 +95,24 @@ def test_spans_are_measured_by_head_and_distance():
     with torch.no_grad(), tap(model, record):
         for row in ids:
             run_backbone(model, row[None])
-    torch.testing.assert_close(shape.profile, falling(sums / counts.clamp(min=1)), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        shape.profile, falling(sums / counts.clamp(min=1)), rtol=1e-4, atol=1e-6
+    )
 
 
 def test_a_profile_falls_with_the_distance():
     profile = falling(torch.tensor([[0.5, 0.1, 0.4, 0.2, 0.2, 0.0]]))
     assert profile[0, 0] == 0.5
     assert (profile[0, 1:].diff() < 0).all()
-    torch.testing.assert_close(profile[0, 1:], torch.tensor([0.4, 0.4, 0.2, 0.2, 0]), rtol=0.5, atol=1e-8)
+    torch.testing.assert_close(
+        profile[0, 1:], torch.tensor([0.4, 0.4, 0.2, 0.2, 0]), rtol=0.5, atol=1e-8
+    )
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys", "padding"), SHAPES)
 def test_a_shape_scores_depend_on_head_and_distance_alone(num_queries, num_keys, padding):
-    profile = falling(torch.rand(2, 4, 4, generator=torch.Generator().manual_seed(0)))  # shorter than the prompts
+    # shorter than the prompts
+    profile = falling(torch.rand(2, 4, 4, generator=torch.Generator().manual_seed(0)))
     x = layer_inputs(num_queries, num_keys, padding)
     scores = AShape(BLOCK, profile=profile)(x)
     visible = geometry(num_queries, num_keys, padding)[0]
@@ -115,11 +132,13 @@ def test_a_shape_scores_depend_on_head_and_distance_alone(num_queries, num_keys,
 def test_calibrated_spans_follow_the_profiles_of_the_heads():
     model, ids = tiny_model(), random_tokens(2, 640)
     reach = torch.tensor([0.5, 1, 2, 8])[:, None]
-    profile = falling(torch.cat([torch.full((4, 1), 0.2), (-torch.arange(40) / reach).exp()], dim=1)).expand(2, -1, -1)
+    profile = falling(
+        torch.cat([torch.full((4, 1), 0.2), (-torch.arange(40) / reach).exp()], dim=1)
+    ).expand(2, -1, -1)
     shape = AShape(BLOCK, profile=profile)
-    table = calibrate_blocks({"a_shape": shape}, model, [{"input_ids": row} for row in ids], allocation=Allocation(0))[
-        "a_shape"
-    ]
+    table = calibrate_blocks(
+        {"a_shape": shape}, model, [{"input_ids": row} for row in ids], allocation=Allocation(0)
+    )["a_shape"]
     cfg = SelectConfig("calibrated", scores="a_shape", block_size=BLOCK, sparsity=0.6)
     mask = Selection.from_config(cfg, scorer=shape, thresholds=table).blocks(layer_inputs(640))[0]
     spans = torch.stack([window_length(mask[h, 39]) for h in range(4)])
@@ -130,7 +149,9 @@ def test_calibrated_spans_follow_the_profiles_of_the_heads():
 
 
 def window_length(row: Tensor) -> Tensor:
-    """Returns the number of blocks next to the last one that are read, and asserts that all others but the first are not."""
+    """Returns the number of blocks next to the last one that are read, and asserts that all others
+    but the first are not.
+    """
     near = row[1:].flip(0).int()
     assert (near.diff() <= 0).all()
     return near.sum()

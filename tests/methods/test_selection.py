@@ -26,7 +26,8 @@ from msattn.trainer.models.layer_attention import attention_recall
 from msattn.trainer.models.tap import LayerInputs
 from tests.methods.layers import BLOCK, SHAPES, geometry, layer_inputs
 
-FREE_POLICIES = [policy for policy in POLICIES if policy != "calibrated"]  # policies that need no trained gate
+# policies that need no trained gate
+FREE_POLICIES = [policy for policy in POLICIES if policy != "calibrated"]
 BASELINES = [untrained_scorer(name) for name in SCORES if name not in (*GATE_SCORES, "a_shape")]
 
 
@@ -51,11 +52,15 @@ def test_visible_and_diagonal_blocks_equal_those_of_the_token_mask(num_queries, 
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.99])
 def test_topk_reads_the_given_share_of_each_row(num_queries, num_keys, padding, sparsity):
     visible, diagonal = geometry(num_queries, num_keys, padding)
-    always = diagonal | (visible & (torch.arange(visible.shape[-1]) < 2))  # two sink blocks, which count within the share
+    # two sink blocks, which count within the share
+    always = diagonal | (visible & (torch.arange(visible.shape[-1]) < 2))
     scores = torch.rand(visible.shape[0], 4, *visible.shape[2:]) * visible
     mask = TopK(sparsity=sparsity)(scores, Candidates(visible, always))
     for row, seen, least in zip(
-        mask.transpose(0, 1).flatten(1, 2).unbind(1), visible.flatten(0, 2), always.flatten(0, 2), strict=True
+        mask.transpose(0, 1).flatten(1, 2).unbind(1),
+        visible.flatten(0, 2),
+        always.flatten(0, 2),
+        strict=True,
     ):
         v = int(seen.sum())
         count = min(v, max(1, round((1 - sparsity) * v), int(least.sum())))
@@ -69,7 +74,9 @@ def test_topk_reads_the_given_share_of_each_row(num_queries, num_keys, padding, 
 def test_token_budget_limits_the_keys_of_a_row():
     visible, diagonal = geometry(160, 160, None)
     scores = torch.rand(1, 2, 10, 10) * visible
-    mask = TokenBudget(tokens=3 * BLOCK + 5, block_size=BLOCK)(scores, Candidates(visible, diagonal))
+    mask = TokenBudget(tokens=3 * BLOCK + 5, block_size=BLOCK)(
+        scores, Candidates(visible, diagonal)
+    )
     assert torch.equal(mask.sum(-1), visible.sum(-1).clamp(max=3).expand(1, 2, 10))
     smallest = TokenBudget(tokens=1, block_size=BLOCK)(scores, Candidates(visible, diagonal))
     assert torch.equal(smallest, diagonal.expand_as(smallest))
@@ -91,7 +98,8 @@ def test_multiscale_gives_each_zoom_its_share(num_queries, num_keys, padding):
         if z == 1:
             assert (at_zoom == torch.maximum(end, diagonal.sum(-1))).all()
         else:
-            forced = (diagonal.sum(-1) - first).clamp(min=0)  # what must be read whole comes out of the next shares
+            # what must be read whole comes out of the next shares
+            forced = (diagonal.sum(-1) - first).clamp(min=0)
             assert (at_zoom == (end - first - forced).clamp(min=0)).all()
 
 
@@ -104,9 +112,9 @@ def test_multiscale_zooms_follow_the_scores_and_read_the_stated_cost():
     for finer, coarser in ((1, 2), (2, 4), (4, 8), (8, 0)):
         assert last[own == finer].min() > last[own == coarser].max()
     assert policy.cost == pytest.approx(0.25)
-    assert sparsity(zoom[:, :, -1:], Candidates(visible[:, :, -1:], diagonal[:, :, -1:])).item() == pytest.approx(
-        1 - policy.cost
-    )
+    assert sparsity(
+        zoom[:, :, -1:], Candidates(visible[:, :, -1:], diagonal[:, :, -1:])
+    ).item() == pytest.approx(1 - policy.cost)
     whole = Multiscale(shares=[1.0, 0.0, 0.0, 0.0])(scores, Candidates(visible, diagonal))
     assert torch.equal(whole.bool(), visible.expand_as(whole))
     as_many = Multiscale(shares=[0.25, 0.0, 0.0, 0.0])(scores, Candidates(visible, diagonal))
@@ -118,7 +126,9 @@ def test_threshold_reads_every_block_that_reaches_it():
     scores = normalize_rows(torch.rand(1, 2, 10, 10) * visible)
     mask = Threshold(threshold=0.1)(scores, Candidates(visible, diagonal))
     assert torch.equal(mask, (scores >= 0.1) & visible | diagonal)
-    assert torch.equal(Threshold(threshold=0.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask))
+    assert torch.equal(
+        Threshold(threshold=0.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask)
+    )
 
 
 def test_nucleus_is_the_smallest_set_with_the_mass():
@@ -128,22 +138,39 @@ def test_nucleus_is_the_smallest_set_with_the_mass():
     held = (scores * mask).sum(-1)
     assert (held >= 0.7 - 1e-6).all()
     least = scores.masked_fill(~mask | diagonal, math.inf).amin(-1)
-    assert ((held - least < 0.7) | (least == math.inf)).all()  # without its lowest score the mass would not be reached
-    assert torch.equal(Nucleus(mass=1.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask))
+    # without its lowest score the mass would not be reached
+    assert ((held - least < 0.7) | (least == math.inf)).all()
+    assert torch.equal(
+        Nucleus(mass=1.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask)
+    )
 
 
-FEW: dict[str, Any] = {"topk": {"sparsity": 0.8}, "token_budget": {"tokens": 20}}  # keys of policies that read few blocks
+# keys of policies that read few blocks
+FEW: dict[str, Any] = {"topk": {"sparsity": 0.8}, "token_budget": {"tokens": 20}}
 # numbers of queries and keys, padding of each sequence
-PLACES = (st.integers(1, 90), st.integers(1, 90), st.lists(st.integers(0, 100), min_size=1, max_size=3))
+PLACES = (
+    st.integers(1, 90),
+    st.integers(1, 90),
+    st.lists(st.integers(0, 100), min_size=1, max_size=3),
+)
 
 
 @settings(deadline=None, max_examples=40)
 @given(*PLACES, st.sampled_from(FREE_POLICIES), st.sampled_from([(None, None), (0, 0), (3, 2)]))
-def test_any_policy_reads_sink_local_and_diagonal_blocks_and_no_invisible_one(num_queries, num_keys, padding, policy, always):
+def test_any_policy_reads_sink_local_and_diagonal_blocks_and_no_invisible_one(
+    num_queries, num_keys, padding, policy, always
+):
     padding = [p % num_keys for p in padding]
     x = layer_inputs(num_queries, num_keys, padding)
     sink, local = always
-    cfg = SelectConfig(policy, scores="random", block_size=BLOCK, sink_blocks=sink, local_blocks=local, **FEW.get(policy, {}))
+    cfg = SelectConfig(
+        policy,
+        scores="random",
+        block_size=BLOCK,
+        sink_blocks=sink,
+        local_blocks=local,
+        **FEW.get(policy, {}),
+    )
     mask = select.Selection.from_config(cfg).blocks(x) > 0
     visible, diagonal = geometry(num_queries, num_keys, padding)
     sink, local = (1 if given is None else given for given in always)
@@ -158,16 +185,23 @@ def test_any_policy_reads_sink_local_and_diagonal_blocks_and_no_invisible_one(nu
 
 @settings(deadline=None, max_examples=40)
 @given(*PLACES, st.sampled_from(FREE_POLICIES), st.integers(1, 200))
-def test_rows_of_the_last_queries_read_every_block(num_queries, num_keys, padding, policy, dense_queries):
+def test_rows_of_the_last_queries_read_every_block(
+    num_queries, num_keys, padding, policy, dense_queries
+):
     padding = [p % num_keys for p in padding]
     x = layer_inputs(num_queries, num_keys, padding)
     cfg = SelectConfig(policy, scores="random", block_size=BLOCK, **FEW.get(policy, {}))
-    few, more = (select.Selection.from_config(each) for each in (cfg, replace(cfg, dense_queries=dense_queries)))
+    few, more = (
+        select.Selection.from_config(each)
+        for each in (cfg, replace(cfg, dense_queries=dense_queries))
+    )
     mask, visible = more.blocks(x) > 0, geometry(num_queries, num_keys, padding)[0]
     for b, pad in enumerate(padding):
         queries = min(num_queries, num_keys - pad)  # that are not padding
         first_row = max(0, queries - dense_queries) // BLOCK
-        assert torch.equal(mask[b, :, first_row:], visible[b, :, first_row:].expand_as(mask[b, :, first_row:]))
+        assert torch.equal(
+            mask[b, :, first_row:], visible[b, :, first_row:].expand_as(mask[b, :, first_row:])
+        )
         assert torch.equal(mask[b, :, :first_row], few.blocks(x)[b, :, :first_row] > 0)
 
 
@@ -193,12 +227,17 @@ def test_padding_moves_no_score(scorer):
         alone = LayerInputs(
             **{
                 **vars(x),
-                **{name: getattr(x, name)[b : b + 1, :, pad:] for name in ("q", "k", "v", "q_nope", "k_nope")},
+                **{
+                    name: getattr(x, name)[b : b + 1, :, pad:]
+                    for name in ("q", "k", "v", "q_nope", "k_nope")
+                },
                 "kv_start": None,
             }
         )
         expected = scorer(BLOCK)(alone)
-        torch.testing.assert_close(scores[b : b + 1, :, : expected.shape[2], : expected.shape[3]], expected)
+        torch.testing.assert_close(
+            scores[b : b + 1, :, : expected.shape[2], : expected.shape[3]], expected
+        )
 
 
 def test_quest_bounds_every_score_for_any_chunk_size(monkeypatch):
@@ -206,7 +245,10 @@ def test_quest_bounds_every_score_for_any_chunk_size(monkeypatch):
     scorer = Quest(BLOCK)
     keys = x.k.repeat_interleave(2, 1)
     padded = torch.cat([keys, keys[:, :, -1:].expand(-1, -1, 10, -1)], 2).unflatten(2, (5, BLOCK))
-    bound = torch.maximum(x.q[:, :, :, None] * padded.amax(3)[:, :, None], x.q[:, :, :, None] * padded.amin(3)[:, :, None])
+    bound = torch.maximum(
+        x.q[:, :, :, None] * padded.amax(3)[:, :, None],
+        x.q[:, :, :, None] * padded.amin(3)[:, :, None],
+    )
     bound = bound.sum(-1)  # [1, 4, 70, 5]
     products = (x.q @ keys.transpose(-1, -2)).split(BLOCK, dim=-1)
     assert all((bound[..., c] >= part.amax(-1) - 1e-5).all() for c, part in enumerate(products))
@@ -224,23 +266,35 @@ def test_random_scores_depend_on_seed_and_layer_only():
     assert not torch.equal(first, Random(BLOCK, seed=1)(layer_inputs()))
 
 
-@pytest.mark.parametrize(("num_queries", "num_keys", "padding"), [(70, 70, None), (64, 64, [0, 20, 63]), (30, 61, [0, 40, 5])])
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "padding"),
+    [(70, 70, None), (64, 64, [0, 20, 63]), (30, 61, [0, 40, 5])],
+)
 def test_recall_is_the_probability_mass_of_the_blocks_read(num_queries, num_keys, padding):
     x = layer_inputs(num_queries, num_keys, padding)
     mask = select.Selection(TopK(sparsity=0.6), Random(BLOCK)).blocks(x)
-    dense_lse = maxpool_attention(x.q, x.k, x.v, block_size=BLOCK, scale=x.scale, kv_start=x.kv_start).lse
+    dense_lse = maxpool_attention(
+        x.q, x.k, x.v, block_size=BLOCK, scale=x.scale, kv_start=x.kv_start
+    ).lse
     seen = testing.visible(x.q.shape[0], num_queries, num_keys, True, x.kv_start)
     probs = testing.dense_attention(x.q, x.k, x.v, seen, x.scale).probs
-    read = testing.tokens_of_blocks(mask, x.q.shape[0], 4, num_queries, num_keys, True, x.kv_start, BLOCK)
+    read = testing.tokens_of_blocks(
+        mask, x.q.shape[0], 4, num_queries, num_keys, True, x.kv_start, BLOCK
+    )
     real = seen.any(-1).expand(probs.shape[:-1])
     expected = (probs * read).sum(-1).sum((0, 2)) / real.sum((0, 2))
-    recall = attention_recall(select.selected_attention(x, mask, BlockSizes(BLOCK, BLOCK)).lse, dense_lse)
+    recall = attention_recall(
+        select.selected_attention(x, mask, BlockSizes(BLOCK, BLOCK)).lse, dense_lse
+    )
     torch.testing.assert_close(recall.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("scores", "says"),
-    [*((each, "a gate") for each in GATE_SCORES), ("a_shape", "spans that msattn eval measures on text; sink")],
+    [
+        *((each, "a gate") for each in GATE_SCORES),
+        ("a_shape", "spans that msattn eval measures on text; sink"),
+    ],
 )
 def test_scores_need_what_they_are_made_of(scores, says):
     with pytest.raises(UserError, match=rf"^select.scores={scores}: needs {says}"):

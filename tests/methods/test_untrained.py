@@ -40,7 +40,10 @@ def test_keys_are_read_from_their_second_collision_on(padding: list[int] | None)
     for row, head in ((0, 0), (0, 3), (1, 1)):
         own = k[row, head // 2, 0 if padding is None else padding[row] :].double()
         signs = torch.einsum("nd,dtb->ntb", own - own.mean(0), vectors) > 0
-        collides = (signs == (torch.einsum("d,dtb->tb", q[row, head, 0].double(), vectors) > 0)).all(-1)  # [n, TABLES]
+        # [n, TABLES]
+        collides = (
+            signs == (torch.einsum("d,dtb->tb", q[row, head, 0].double(), vectors) > 0)
+        ).all(-1)
         for key, tables in enumerate(collides):
             found = tables.nonzero().flatten().tolist()
             assert scores[row, head, key] == (TABLES - found[1] if len(found) > 1 else 0)
@@ -60,7 +63,10 @@ def test_random_buckets_are_even_and_depend_on_the_vector_alone(dtype: torch.dty
         assert (counts - 500).abs().max() < 6 * 500**0.5
     assert torch.equal(router.assign(1, k, k[1:, :, 100:101]), buckets[1:, :, 100:101])
     assert torch.equal(RandomBuckets(8, LAYERS, KV_HEADS, seed=5).assign(1, k, k), buckets)
-    for other in (RandomBuckets(8, LAYERS, KV_HEADS, seed=6).assign(1, k, k), router.assign(3, k, k)):
+    for other in (
+        RandomBuckets(8, LAYERS, KV_HEADS, seed=6).assign(1, k, k),
+        router.assign(3, k, k),
+    ):
         assert 0.05 < (other == buckets).float().mean() < 0.2
 
 
@@ -72,7 +78,9 @@ def test_queries_of_one_sequence_share_its_summaries() -> None:
         together = router.scores(1, summaries, q, q, positions)
         for row in range(5):
             one = q[row : row + 1]
-            torch.testing.assert_close(together[row : row + 1], router.scores(1, summaries, one, one, positions[:1]))
+            torch.testing.assert_close(
+                together[row : row + 1], router.scores(1, summaries, one, one, positions[:1])
+            )
 
 
 @settings(max_examples=60, deadline=None)
@@ -82,11 +90,14 @@ def test_queries_of_one_sequence_share_its_summaries() -> None:
     data=st.data(),
     seed=st.integers(0, 2**16),
 )
-def test_the_best_far_pages_are_chosen(before: list[int], buckets: int, data: st.DataObject, seed: int) -> None:
+def test_the_best_far_pages_are_chosen(
+    before: list[int], buckets: int, data: st.DataObject, seed: int
+) -> None:
     probes = data.draw(st.integers(0, buckets))
     router = QuestBlocks(buckets, LAYERS, KV_HEADS)
     scores = normal(len(before), KV_HEADS, count_blocks(200, BLOCK_SIZE), seed=seed)
-    scores[..., count_blocks(max(1, *before), BLOCK_SIZE) :] = torch.nan  # memory beyond the summaries may hold anything
+    # memory beyond the summaries may hold anything
+    scores[..., count_blocks(max(1, *before), BLOCK_SIZE) :] = torch.nan
     chosen = router.best(router.only_far(scores, torch.tensor(before)), probes)
     assert chosen.dtype == torch.int32
     for row, keys in enumerate(before):

@@ -11,11 +11,24 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tests.factory import tiny_model
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3_text": "gemma3"}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 LLAMA3 |= {"original_max_position_embeddings": 8192}
 SIZE = 272  # tokens: bytes, merges, three special ones, and unused ones
-MERGES = ["t h", "th e", "\u0120 the", "\u010a \u010a", "\u0120 \u0120"]  # of " the", blank lines and double spaces
+# of " the", blank lines and double spaces
+MERGES = ["t h", "th e", "\u0120 the", "\u010a \u010a", "\u0120 \u0120"]
 SPECIAL = ["<|start|>", "<|end|>", "<|unused|>"]
 NORMS = {"post_attention_layernorm": "ffn_norm"}
 GEMMA_NORMS = {
@@ -23,15 +36,20 @@ GEMMA_NORMS = {
     "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
 NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers": "blk",
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "model.layers": "blk",
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }  # fmt: skip
 
 
 def gguf_model(family: str = "llama", **overrides: Any) -> Any:
-    """Returns a small model whose configuration a GGUF file can state: layers of Gemma alternate in a fixed pattern."""
+    """Returns a small model whose configuration a GGUF file can state: layers of Gemma alternate in
+    a fixed pattern.
+    """
     of_gemma: dict[str, Any] = {}
     if family == "gemma2":
         kinds = ["sliding_attention", "full_attention"]
@@ -39,17 +57,29 @@ def gguf_model(family: str = "llama", **overrides: Any) -> Any:
     if family == "gemma3_text":
         kinds = ["sliding_attention"] * 5 + ["full_attention"]
         rope = {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0}
-        own = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
-        of_gemma = {"num_hidden_layers": 6, "layer_types": kinds, "query_pre_attn_scalar": 16, "rope_parameters": own}
-    return tiny_model(family, vocab_size=SIZE, bos_token_id=261, eos_token_id=262, **of_gemma | overrides)
+        own = {
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+        of_gemma = {
+            "num_hidden_layers": 6,
+            "layer_types": kinds,
+            "query_pre_attn_scalar": 16,
+            "rope_parameters": own,
+        }
+    return tiny_model(
+        family, vocab_size=SIZE, bos_token_id=261, eos_token_id=262, **of_gemma | overrides
+    )
 
 
 def write_gguf(path: Path, model: Any, kind: str = "F32", **metadata: Any) -> Path:
-    """Writes ``model`` with a byte-level tokenizer; ``metadata`` are further keys, with ``__`` for a dot; None removes one.
+    """Writes ``model`` with a byte-level tokenizer; ``metadata`` are further keys, with ``__`` for
+    a dot; None removes one.
 
     Parameters
     ----------
-    kind : type of the matrices, of ``gguf.GGMLQuantizationType``; other tensors are in single precision.
+    kind : type of the matrices, of ``gguf.GGMLQuantizationType``; other tensors are in single
+    precision.
     """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
@@ -70,7 +100,10 @@ def write_gguf(path: Path, model: Any, kind: str = "F32", **metadata: Any) -> Pa
         writer.add_rope_scaling_factor(rope["factor"])
     if rope["rope_type"] == "llama3":
         plain = rope["rope_theta"] ** (-np.arange(0, 1, 2 / config.head_dim))
-        writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32))
+        writer.add_tensor(
+            "rope_freqs.weight",
+            (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32),
+        )
     if architecture.startswith("gemma"):
         writer.add_sliding_window(config.sliding_window)
     if architecture == "gemma2":
@@ -80,7 +113,9 @@ def write_gguf(path: Path, model: Any, kind: str = "F32", **metadata: Any) -> Pa
     for key, value in metadata.items():
         writer.kv_data[0].pop(key.replace("__", "."), None)
         if value is not None:
-            add = {str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool}[type(value)]
+            add = {str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool}[
+                type(value)
+            ]
             add(key.replace("__", "."), value)
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -88,7 +123,9 @@ def write_gguf(path: Path, model: Any, kind: str = "F32", **metadata: Any) -> Pa
         values = _as_stored(name, weight.float().numpy(), config, architecture)
         if values.ndim == 2 and kind != "F32":
             packed = quantize(values, GGMLQuantizationType[kind])
-            writer.add_tensor(gguf_name(name, architecture), packed, raw_dtype=GGMLQuantizationType[kind])
+            writer.add_tensor(
+                gguf_name(name, architecture), packed, raw_dtype=GGMLQuantizationType[kind]
+            )
         else:
             writer.add_tensor(gguf_name(name, architecture), values)
     writer.write_header_to_file()
@@ -99,22 +136,35 @@ def write_gguf(path: Path, model: Any, kind: str = "F32", **metadata: Any) -> Pa
 
 
 def gguf_name(name: str, architecture: str) -> str:
-    for ours, theirs in (NAMES | (GEMMA_NORMS if architecture.startswith("gemma") else NORMS)).items():
+    for ours, theirs in (
+        NAMES | (GEMMA_NORMS if architecture.startswith("gemma") else NORMS)
+    ).items():
         name = name.replace(f"{ours}.", f"{theirs}.")
     return name
 
 
-def _as_stored(name: str, values: np.ndarray[Any, Any], config: Any, architecture: str) -> np.ndarray[Any, Any]:
+def _as_stored(
+    name: str, values: np.ndarray[Any, Any], config: Any, architecture: str
+) -> np.ndarray[Any, Any]:
     """Returns a weight as llama.cpp's converter stores it."""
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(
+        name.split(".")[-2]
+    )
     if architecture == "llama" and heads is not None:
-        values = values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-    return values + 1 if architecture.startswith("gemma") and name.endswith("norm.weight") else np.ascontiguousarray(values)
+        values = (
+            values.reshape(heads, 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+        )
+    return (
+        values + 1
+        if architecture.startswith("gemma") and name.endswith("norm.weight")
+        else np.ascontiguousarray(values)
+    )
 
 
 def _add_tokenizer(writer: GGUFWriter) -> None:
     tokens = [*bytes_to_unicode().values(), *(merge.replace(" ", "") for merge in MERGES), *SPECIAL]
-    unused = ["zoo", *(f"[PAD{i}]" for i in range(len(tokens) + 1, SIZE))]  # no merges lead to the first
+    # no merges lead to the first
+    unused = ["zoo", *(f"[PAD{i}]" for i in range(len(tokens) + 1, SIZE))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens + unused)
@@ -123,4 +173,6 @@ def _add_tokenizer(writer: GGUFWriter) -> None:
     writer.add_bos_token_id(261)
     writer.add_eos_token_id(262)
     writer.add_add_bos_token(True)
-    writer.add_chat_template("{% for m in messages %}<|start|>{{ m['content'] }}<|end|>{% endfor %}")
+    writer.add_chat_template(
+        "{% for m in messages %}<|start|>{{ m['content'] }}<|end|>{% endfor %}"
+    )

@@ -40,7 +40,10 @@ def test_an_instruct_model_gets_messages(chat_tokenizer: Any) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
     assert text(messages, False) == "<system>Be brief.\n<user>Hello\n<assistant>"
     before, after = around_prompt(chat_tokenizer, None)
-    assert (chat_tokenizer.decode(before), chat_tokenizer.decode(after)) == ("<user>", "\n<assistant>")
+    assert (chat_tokenizer.decode(before), chat_tokenizer.decode(after)) == (
+        "<user>",
+        "\n<assistant>",
+    )
     with pytest.raises(UserError, match=r"the model's chat template refuses them \(no tools\)"):
         text([{"role": "tool", "content": "x"}], None)
 
@@ -49,18 +52,25 @@ def test_a_conversation_is_messages_or_turns_of_text(tokenizer: Any, chat_tokeni
     turns = [("user", "one"), ("assistant", " two"), ("user", "three")]
     messages = [{"role": role, "content": content} for role, content in turns]
     assert tokenizer.decode(encode_conversation(tokenizer, messages, None)[0]) == "one two\n\nthree"
-    assert chat_tokenizer.decode(encode_conversation(chat_tokenizer, messages, False)[0]) == "one two\n\nthree"
+    assert (
+        chat_tokenizer.decode(encode_conversation(chat_tokenizer, messages, False)[0])
+        == "one two\n\nthree"
+    )
     found = chat_tokenizer.decode(encode_conversation(chat_tokenizer, messages, None)[0])
     assert found == "<user>one\n<assistant> two\n<user>three\n<assistant>"
 
 
 def test_a_needle_is_asked_for_in_a_message(chat_tokenizer: Any) -> None:
     def crop(rng: np.random.Generator, size: int) -> np.ndarray:
-        words = chat_tokenizer.encode("the river ran past an old mill " * 100, add_special_tokens=False)
+        words = chat_tokenizer.encode(
+            "the river ran past an old mill " * 100, add_special_tokens=False
+        )
         return np.asarray(words[:size])
 
     _, reply = around_prompt(chat_tokenizer, None)
-    prompt = needle_prompt(np.random.default_rng(0), 200, crop, chat_tokenizer, TRAINING[0], count=1, reply=reply)
+    prompt = needle_prompt(
+        np.random.default_rng(0), 200, crop, chat_tokenizer, TRAINING[0], count=1, reply=reply
+    )
     text = chat_tokenizer.decode(prompt.ids)
     body, answer = text[:-6], text[-5:]
     assert len(prompt.ids) == 200
@@ -68,5 +78,7 @@ def test_a_needle_is_asked_for_in_a_message(chat_tokenizer: Any) -> None:
     question = body.rpartition("<assistant>")[2]
     assert body.endswith(f" Continue: {question}\n<assistant>{question}")
     assert f"{question} {answer}." in body
-    asked = chat_tokenizer.decode(prompt.ids[-prompt.answer_tokens - prompt.question_tokens : -prompt.answer_tokens])
+    asked = chat_tokenizer.decode(
+        prompt.ids[-prompt.answer_tokens - prompt.question_tokens : -prompt.answer_tokens]
+    )
     assert asked == f" Continue: {question}\n<assistant>{question}"

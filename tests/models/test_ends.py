@@ -24,21 +24,29 @@ IDS = torch.tensor([[3, 5, 7]])
 @pytest.mark.parametrize(
     ("named", "expected", "eos"),
     [
-        ({"config": 5, "generation": [6, 7], "template": TEMPLATE, "eos": "t9"}, [5, 6, 7, 9, END], "t9"),
+        (
+            {"config": 5, "generation": [6, 7], "template": TEMPLATE, "eos": "t9"},
+            [5, 6, 7, 9, END],
+            "t9",
+        ),
         ({"config": 5}, [5], "t5"),
         ({"generation": 6, "config": [5, -1]}, [5, 6], "t6"),
         ({"template": TEMPLATE}, [END], "<|im_end|>"),
         ({"template": "{% for m in messages %}{{ m.content }}\n{% endfor %}"}, [], None),
-        ({"template": "{% for m in messages %}{{ m.content }} t3{% endfor %}"}, [], None),  # ordinary text
+        # ordinary text
+        ({"template": "{% for m in messages %}{{ m.content }} t3{% endfor %}"}, [], None),
         ({"template": "{{ raise_exception('no answers') }}", "eos": "t9"}, [9], "t9"),
         ({}, [], None),
     ],
 )
-def test_a_model_ends_at_all_that_its_files_name(tmp_path: Path, named: dict[str, Any], expected: list[int], eos: str) -> None:
+def test_a_model_ends_at_all_that_its_files_name(
+    tmp_path: Path, named: dict[str, Any], expected: list[int], eos: str
+) -> None:
     loaded = saved(tmp_path, **named)
     assert end_tokens(loaded.model) == expected
     assert loaded.tokenizer.eos_token == eos
-    described = describe(ModelConfig(name="small", path=str(tmp_path)), device="cpu")  # commands chunk text before weights
+    # commands chunk text before weights
+    described = describe(ModelConfig(name="small", path=str(tmp_path)), device="cpu")
     assert described.tokenizer.eos_token == eos
 
 
@@ -50,14 +58,20 @@ def load_gguf(folder: Path, **metadata: Any) -> Loaded:
 @pytest.mark.parametrize("key", ["eos", "eot", "eom"])
 def test_a_gguf_file_with_one_end_token(tmp_path: Path, key: str) -> None:
     """An end of a turn alone was none."""
-    metadata = {"tokenizer__ggml__eos_token_id": None, f"tokenizer__ggml__{key}_token_id": 263, "tokenizer__chat_template": ""}
+    metadata = {
+        "tokenizer__ggml__eos_token_id": None,
+        f"tokenizer__ggml__{key}_token_id": 263,
+        "tokenizer__chat_template": "",
+    }
     loaded = load_gguf(tmp_path, **metadata)
     assert end_tokens(loaded.model) == [263]
     assert loaded.tokenizer.eos_token == "<|unused|>"
 
 
 def test_a_gguf_file_ends_where_its_chat_template_does(tmp_path: Path) -> None:
-    loaded = load_gguf(tmp_path, tokenizer__ggml__eos_token_id=263, tokenizer__ggml__eot_token_id=2**32 - 1)
+    loaded = load_gguf(
+        tmp_path, tokenizer__ggml__eos_token_id=263, tokenizer__ggml__eot_token_id=2**32 - 1
+    )
     assert end_tokens(loaded.model) == [262, 263]
 
 
@@ -87,5 +101,8 @@ def test_text_for_a_tokenizer_without_an_end(tmp_path: Path) -> None:
     text.write_text("t1 t2 t3 " * 50)
     data = DataConfig("text", path=str(text), heldout_path=str(text), seq_len=10)
     assert len(chunks(data, saved(tmp_path / "ends", config=5).tokenizer, seed=0)) == 15
-    with pytest.raises(UserError, match=r"^data: the model has no end-of-text token; set eos_token_id in its config.json$"):
+    with pytest.raises(
+        UserError,
+        match=r"^data: the model has no end-of-text token; set eos_token_id in its config.json$",
+    ):
         chunks(data, saved(tmp_path / "endless").tokenizer, seed=0)

@@ -1,4 +1,6 @@
-"""Each family: its queries and keys before RoPE, served and kept layers, and attach that reads everything."""
+"""Each family: its queries and keys before RoPE, served and kept layers, and attach that reads
+everything.
+"""
 
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +15,14 @@ from msattn.trainer.config import GateConfig, ModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.artifact import Shape
 from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate
-from msattn.trainer.models.families import FAMILIES, attention_layers, check_supported, family_of, output_logits, served_layers
+from msattn.trainer.models.families import (
+    FAMILIES,
+    attention_layers,
+    check_supported,
+    family_of,
+    output_logits,
+    served_layers,
+)
 from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.loading import load
@@ -43,7 +52,8 @@ KEPT = {
 
 
 @pytest.mark.parametrize(
-    ("family", "rope"), [*((family, "default") for family in FAMILIES), *(("llama", rope) for rope in ROPE_TYPES[1:])]
+    ("family", "rope"),
+    [*((family, "default") for family in FAMILIES), *(("llama", rope) for rope in ROPE_TYPES[1:])],
 )
 @torch.no_grad()
 def test_queries_and_keys_before_rope(family: str, rope: str) -> None:
@@ -54,14 +64,21 @@ def test_queries_and_keys_before_rope(family: str, rope: str) -> None:
 
     def attend(x: LayerInputs) -> Tensor:
         for before, after in ((x.q_nope, x.q), (x.k_nope, x.k)):
-            torch.testing.assert_close(rotate(before, x.cos, x.sin, **layout), after, rtol=1e-6, atol=1e-6)
-            torch.testing.assert_close(unrotate(after, x.cos, x.sin, **layout), before, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                rotate(before, x.cos, x.sin, **layout), after, rtol=1e-6, atol=1e-6
+            )
+            torch.testing.assert_close(
+                unrotate(after, x.cos, x.sin, **layout), before, rtol=1e-5, atol=1e-5
+            )
         if rotation is not None and x.rotates:
-            torch.testing.assert_close(rotation.invert(x.k, x.positions), x.k_nope, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(
+                rotation.invert(x.k, x.positions), x.k_nope, rtol=1e-5, atol=1e-5
+            )
         seen.append(x)
         return dense_attention(x)
 
-    ids = random_tokens(2, 300 if rope == "dynamic" else 40)  # dynamic RoPE changes its frequencies beyond 256 positions
+    # dynamic RoPE changes its frequencies beyond 256 positions
+    ids = random_tokens(2, 300 if rope == "dynamic" else 40)
     expected = model(ids).logits
     with tap(model, attend):
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
@@ -73,7 +90,9 @@ def test_queries_and_keys_before_rope(family: str, rope: str) -> None:
 @pytest.mark.parametrize("family", [*LLAMAS, *OTHER_FAMILIES])
 @torch.no_grad()
 def test_reading_every_key_gives_dense_attention(family: str) -> None:
-    """In a padded prompt, in passes over several tokens and over single ones after it, and in ``generate``."""
+    """In a padded prompt, in passes over several tokens and over single ones after it, and in
+    ``generate``.
+    """
     model = tiny_model(family)
     ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (61, 100)])
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 3, "do_sample": False}
@@ -85,7 +104,9 @@ def test_reading_every_key_gives_dense_attention(family: str) -> None:
         stats = sparse.stats()
     torch.testing.assert_close(found[mask > 0], expected[mask > 0], rtol=1e-4, atol=1e-4)
     assert (stats["dense_fallbacks"], stats["sparsity"], stats["selectivity"]) == (0, 0, 1)
-    assert [stats[f"{phase}_recall"] for phase in ("prefill", "decode")] == pytest.approx([1, 1], abs=1e-6)
+    assert [stats[f"{phase}_recall"] for phase in ("prefill", "decode")] == pytest.approx(
+        [1, 1], abs=1e-6
+    )
     with attached(model, sparsity=0.5, probes=1) as sparse:
         once = run_in_passes(model, ids, [100], mask)
         parts = run_in_passes(model, ids, [64, 36], mask)
@@ -108,7 +129,11 @@ def test_mixed_models_serve_full_attention_layers(family: str) -> None:
     check_supported(config)
 
 
-QWEN = {"use_sliding_window": True, "sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]}
+QWEN = {
+    "use_sliding_window": True,
+    "sliding_window": 24,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
 OWN_KEYS = {  # of all layers, as in the larger ones of Gemma 4
     "num_kv_shared_layers": 0,
     "num_hidden_layers": 2,
@@ -118,16 +143,24 @@ OWN_KEYS = {  # of all layers, as in the larger ones of Gemma 4
 
 
 @pytest.mark.parametrize(
-    ("family", "overrides"), [*((family, {}) for family in MIXED), ("qwen2", QWEN), ("gemma4_text", OWN_KEYS)]
+    ("family", "overrides"),
+    [*((family, {}) for family in MIXED), ("qwen2", QWEN), ("gemma4_text", OWN_KEYS)],
 )
 @torch.no_grad()
 def test_caches_of_mixed_models(family: str, overrides: dict[str, Any]) -> None:
-    """Layers that keep their attention keep their cache; beams, drafts and caches that were filled outside are served."""
+    """Layers that keep their attention keep their cache; beams, drafts and caches that were filled
+    outside are served.
+    """
     model, ids = tiny_model(family, **overrides), random_tokens(1, 120)
     served, linear = served_layers(model.config), "linear_attention" in model.config.layer_types
     assert len(served) == 1
     expected = model(ids).logits
-    beams: dict[str, Any] = {"num_beams": 2, "max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    beams: dict[str, Any] = {
+        "num_beams": 2,
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(ids),
+    }
     greedy = {**beams, "num_beams": 1}
     chosen, tokens = model.generate(ids, **beams), model.generate(ids, **greedy)
     outside = DynamicCache(config=model.config)
@@ -138,10 +171,23 @@ def test_caches_of_mixed_models(family: str, overrides: dict[str, Any]) -> None:
     with attached(model, sparsity=0.0, probes=BUCKETS) as sparse:
         for cache in (outside, DynamicCache()):
             begin = cache.get_seq_length()
-            rest = torch.cat([model(part, past_key_values=cache).logits for part in (ids[:, begin:100], ids[:, 100:])], dim=1)
-            torch.testing.assert_close(rest, expected[:, begin:], rtol=1e-4, atol=2e-3 if linear else 1e-4)  # sums of chunks
+            rest = torch.cat(
+                [
+                    model(part, past_key_values=cache).logits
+                    for part in (ids[:, begin:100], ids[:, 100:])
+                ],
+                dim=1,
+            )
+            # sums of chunks
+            torch.testing.assert_close(
+                rest, expected[:, begin:], rtol=1e-4, atol=2e-3 if linear else 1e-4
+            )
             own = model.config.num_hidden_layers - getattr(model.config, "num_kv_shared_layers", 0)
-            kinds = {type(layer).__name__ for i, layer in enumerate(cache.layers[:own]) if i not in served}
+            kinds = {
+                type(layer).__name__
+                for i, layer in enumerate(cache.layers[:own])
+                if i not in served
+            }
             assert kinds == {"LinearAttentionLayer" if linear else "DynamicSlidingWindowLayer"}
         assert torch.equal(model.generate(ids, **beams), chosen)
         drafts = {} if linear else {"prompt_lookup_num_tokens": 3}  # transformers refuses them
@@ -156,7 +202,11 @@ def test_caches_of_mixed_models(family: str, overrides: dict[str, Any]) -> None:
 def test_artifacts_of_other_layers_are_refused() -> None:
     model = tiny_model("gemma3_text")
     with (
-        pytest.raises(UserError, match=r"qmodel\.layers=0: not accepted: it attends through a sliding window of 24 tokens"),
+        pytest.raises(
+            UserError,
+            match=r"qmodel\.layers=0: not accepted: it attends through a sliding window of 24 "
+            r"tokens",
+        ),
         attach(model, qmodel=random_partition()),
     ):
         pass
@@ -175,8 +225,14 @@ def test_folders_load_with_all_their_keys(family: str, tmp_path: Path) -> None:
     save_tokenizer(tmp_path, vocab_size=100)
     loaded = load(ModelConfig(name="own", path=str(tmp_path)), device="cpu")
     assert torch.equal(loaded.model(ids).logits, model(ids).logits)
-    assert loaded.fingerprint == {**fingerprint(model, loaded.tokenizer), "id": "own", "revision": None}
-    drawn = ModelConfig(name="own", init="random", path=str(tmp_path), architecture=tiny_architecture(family))
+    assert loaded.fingerprint == {
+        **fingerprint(model, loaded.tokenizer),
+        "id": "own",
+        "revision": None,
+    }
+    drawn = ModelConfig(
+        name="own", init="random", path=str(tmp_path), architecture=tiny_architecture(family)
+    )
     assert load(drawn, device="cpu").fingerprint["config_hash"] == loaded.fingerprint["config_hash"]
 
 
@@ -186,9 +242,12 @@ def test_every_family_is_tested_and_documented() -> None:
     assert all(f"`{family}`" in guide for family in FAMILIES)
 
 
-@pytest.mark.parametrize("family", ["phi3", "glm4", "gpt_oss"])  # a part of the channels, neighbours, half of the angles
+# a part of the channels, neighbours, half of the angles
+@pytest.mark.parametrize("family", ["phi3", "glm4", "gpt_oss"])
 def test_gates_rotate_channels_as_the_model_does(family: str) -> None:
-    """The projection of an untrained gate commutes with the rotation, also of the channels that stay."""
+    """The projection of an untrained gate commutes with the rotation, also of the channels that
+    stay.
+    """
     config = tiny_config(family)
     gate = Gate.build(config, GateConfig(block_size=BLOCK, q_pool=["avg"], k_pool=["avg"]))
     layer, positions = cast(AttnGate, gate.layers[gate.layer_numbers[0]]), torch.arange(50)[None]
@@ -196,14 +255,24 @@ def test_gates_rotate_channels_as_the_model_does(family: str) -> None:
     frequencies, _ = inverse_frequencies(config)
     interleaved = family_of(config).interleaved
     x = torch.randn(1, 1, 50, 16)
-    rotated = rotate(x, *cos_sin(frequencies, positions, interleaved=interleaved), interleaved=interleaved) @ project.T
-    torch.testing.assert_close(rotate(x @ project.T, *cos_sin(gate.inv_freq, positions)), rotated, rtol=1e-4, atol=1e-5)
+    rotated = (
+        rotate(
+            x, *cos_sin(frequencies, positions, interleaved=interleaved), interleaved=interleaved
+        )
+        @ project.T
+    )
+    torch.testing.assert_close(
+        rotate(x @ project.T, *cos_sin(gate.inv_freq, positions)), rotated, rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text", "glm4", "gpt_oss"])
 def test_rope_scaling_keeps_what_is_not_scaled(family: str) -> None:
     config, kind = tiny_config(family), "proportional" if family == "gemma4_text" else "linear"
-    before, sliding = inverse_frequencies(config)[0], config.rope_parameters.get("sliding_attention")
+    before, sliding = (
+        inverse_frequencies(config)[0],
+        config.rope_parameters.get("sliding_attention"),
+    )
     scale_rope(config, {"rope_type": kind, "factor": 8.0})
     after, scaling = inverse_frequencies(config)
     embedding: Any = tiny_model(family, rope_parameters=config.rope_parameters).model.rotary_emb
@@ -212,20 +281,33 @@ def test_rope_scaling_keeps_what_is_not_scaled(family: str) -> None:
     assert (len(after), scaling) == (len(before), 1.0)
     assert config.rope_parameters.get("sliding_attention") == sliding
     if kind == "proportional":
-        with pytest.raises(UserError, match="rope_type=yarn: expected proportional, the model's own"):
+        with pytest.raises(
+            UserError, match="rope_type=yarn: expected proportional, the model's own"
+        ):
             scale_rope(config, {"rope_type": "yarn", "factor": 8.0})
 
 
 @torch.no_grad()
 def test_longrope_has_other_angles_in_long_sequences() -> None:
     """Keys of the cache have the angles of their pass, which are not known later."""
-    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 64}
+    factors = {
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 64,
+    }
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, **factors}
-    model, ids = tiny_model("phi3", rope_parameters=rope, sliding_window=None), random_tokens(1, 100)
+    model, ids = (
+        tiny_model("phi3", rope_parameters=rope, sliding_window=None),
+        random_tokens(1, 100),
+    )
     default, _ = inverse_frequencies(tiny_config("phi3"))
     torch.testing.assert_close(inverse_frequencies(model.config)[0], default / 4)
     assert Rotation.of(model.config, torch.device("cpu")) is None
-    options: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
+    options: dict[str, Any] = {
+        "attention_mask": torch.ones_like(ids),
+        "max_new_tokens": 5,
+        "do_sample": False,
+    }
     tokens = model.generate(ids, **options)
     with attached(model, sparsity=0.0, probes=BUCKETS) as sparse:
         assert torch.equal(model.generate(ids, **options), tokens)
@@ -235,7 +317,8 @@ def test_longrope_has_other_angles_in_long_sequences() -> None:
 
 
 VISION = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 32,
     "patch_size": 8,
 }  # fmt: skip
 
@@ -252,7 +335,11 @@ VISION = {
 )
 @torch.no_grad()
 def test_models_with_images_are_served_on_text(kind: str, text: str, vision: str) -> None:
-    parts = {"text_config": tiny_architecture(text), "vision_config": {"model_type": vision, **VISION}, "audio_config": None}
+    parts = {
+        "text_config": tiny_architecture(text),
+        "vision_config": {"model_type": vision, **VISION},
+        "audio_config": None,
+    }
     config = AutoConfig.for_model(kind, **parts, image_token_index=127, image_token_id=127)
     model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     ids, mask = left_padded([random_tokens(1, n, seed=n, vocab_size=120)[0] for n in (61, 100)])
@@ -269,7 +356,9 @@ def test_models_with_images_are_served_on_text(kind: str, text: str, vision: str
         model.generate(ids, **options)
         assert sparse.stats()["sparsity"] > 0.3
         if kind == "qwen3_5":
-            positions = torch.arange(100).expand(4, 2, 100) * torch.tensor([1, 1, 2, 1])[:, None, None]
+            positions = (
+                torch.arange(100).expand(4, 2, 100) * torch.tensor([1, 1, 2, 1])[:, None, None]
+            )
             with pytest.raises(UserError, match="positions in height and width, are not supported"):
                 model(input_ids=ids, position_ids=positions)
         if kind == "gemma3":

@@ -17,7 +17,8 @@ def test_sigterm_ends_the_copy_at_once() -> None:
     def terminate(*_: object) -> None:
         raise Terminated
 
-    before = signal.signal(signal.SIGALRM, terminate)  # as SIGTERM's handler, without an outer one of pytest
+    # as SIGTERM's handler, without an outer one of pytest
+    before = signal.signal(signal.SIGALRM, terminate)
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     others = psutil.Process().children()  # such as workers of torch.compile, which other tests left
     start = time.monotonic()
@@ -49,5 +50,11 @@ print(limited(lambda: len(tokenizer.encode_batch(["text"] * 50)), "model"))
 def test_a_tokenizer_of_many_threads_fits_the_limit() -> None:
     """Each thread reserves memory, so that on machines with many cores the limit was exceeded."""
     environment = os.environ | {"RAYON_NUM_THREADS": "2000", "TOKENIZERS_PARALLELISM": "true"}
-    done = subprocess.run([sys.executable, "-c", MANY_THREADS], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", MANY_THREADS],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
     assert done.stdout.strip() == "50", done.stderr

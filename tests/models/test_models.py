@@ -1,4 +1,6 @@
-"""Tests of model loading, refused architectures and their messages, fingerprints, devices and dtypes."""
+"""Tests of model loading, refused architectures and their messages, fingerprints, devices and
+dtypes.
+"""
 
 import json
 import time
@@ -31,7 +33,9 @@ def pretrained(path: Path | str, **options: Any) -> ModelConfig:
 
 def random_init(path: Path, **overrides: Any) -> ModelConfig:
     save_tokenizer(path)
-    return ModelConfig(name="tiny", path=str(path), init="random", architecture=tiny_architecture(**overrides))
+    return ModelConfig(
+        name="tiny", path=str(path), init="random", architecture=tiny_architecture(**overrides)
+    )
 
 
 def test_a_local_folder_loads_frozen(folder: Path) -> None:
@@ -53,11 +57,17 @@ def test_random_weights_depend_on_the_seed_alone(tmp_path: Path) -> None:
 
 
 def test_fingerprint_is_the_same_in_every_dtype(folder: Path) -> None:
-    prints = [load(pretrained(folder), device="cpu", dtype=dtype).fingerprint for dtype in ("float32", "bfloat16")]
+    prints = [
+        load(pretrained(folder), device="cpu", dtype=dtype).fingerprint
+        for dtype in ("float32", "bfloat16")
+    ]
     assert prints[0] == prints[1]
     half = tiny_model("llama").half()
     half.save_pretrained(folder)
-    prints = [load(pretrained(folder), dtype=d, device="cpu").fingerprint for d in ("float32", "float16", "bfloat16")]
+    prints = [
+        load(pretrained(folder), dtype=d, device="cpu").fingerprint
+        for d in ("float32", "float16", "bfloat16")
+    ]
     assert prints[0] == prints[1] == prints[2]
 
 
@@ -71,7 +81,10 @@ def test_rope_scaling_extends_the_context(folder: Path) -> None:
         ({"rope_type": "yarnn"}, r"model\.rope_scaling\.rope_type=yarnn: expected default, linear"),
         ({"rope_type": "linear"}, r"Missing required keys in .*factor"),
         ({"rope_type": "yarn", "factor": 0.5}, "rope_type=yarn, factor=0.5"),
-        ({"rope_type": "yarn", "factor": "x"}, "model.rope_scaling=.*could not convert string to float"),
+        (
+            {"rope_type": "yarn", "factor": "x"},
+            "model.rope_scaling=.*could not convert string to float",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             load(pretrained(folder, rope_scaling=wrong), device="cpu")
@@ -80,20 +93,46 @@ def test_rope_scaling_extends_the_context(folder: Path) -> None:
 def test_sequences_longer_than_the_positions_are_refused() -> None:
     check_length(tiny_config(), 256)
     check_length(tiny_config(rope="dynamic"), 512)
-    with pytest.raises(UserError, match=r"data\.seq_len=257: the model has positions for 256 tokens"):
+    with pytest.raises(
+        UserError, match=r"data\.seq_len=257: the model has positions for 256 tokens"
+    ):
         check_length(tiny_config(), 257)
 
 
 @pytest.mark.parametrize(
     ("family", "overrides", "message"),
     [
-        ("mistral", {"sliding_window": 64}, "no layer can be sparse; layer 0: it attends through a sliding window of 64"),
-        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True: expected causal attention"),
-        ("gpt_neox", {}, "model_type=gpt_neox: expected one of the decoders llama, mistral, qwen2, qwen3"),
+        (
+            "mistral",
+            {"sliding_window": 64},
+            "no layer can be sparse; layer 0: it attends through a sliding window of 64",
+        ),
+        (
+            "gemma2",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention=True: expected causal attention",
+        ),
+        (
+            "gpt_neox",
+            {},
+            "model_type=gpt_neox: expected one of the decoders llama, mistral, qwen2, qwen3",
+        ),
         ("deepseek_v3", {}, "multi-head latent attention"),
-        ("gemma3_text", {"sliding_window": None}, "sliding_window=None: layers of type sliding_attention need a number"),
-        ("llama", {"num_key_value_heads": 3}, "num_attention_heads=4: expected a multiple of num_key_value_heads=3"),
-        ("qwen3", {"layer_types": ["linear_attention", "full_attention"]}, "linear_num_key_heads=None: layers of type linear"),
+        (
+            "gemma3_text",
+            {"sliding_window": None},
+            "sliding_window=None: layers of type sliding_attention need a number",
+        ),
+        (
+            "llama",
+            {"num_key_value_heads": 3},
+            "num_attention_heads=4: expected a multiple of num_key_value_heads=3",
+        ),
+        (
+            "qwen3",
+            {"layer_types": ["linear_attention", "full_attention"]},
+            "linear_num_key_heads=None: layers of type linear",
+        ),
         ("llama", {"head_dim": 12}, "head_dim=12: expected a multiple of 8"),
         (
             "qwen3",
@@ -103,7 +142,9 @@ def test_sequences_longer_than_the_positions_are_refused() -> None:
         ("hunyuan_v1_dense", {"head_dim": 2}, "head_dim=2: expected a multiple of 8"),
     ],
 )
-def test_unsupported_architectures_are_refused(family: str, overrides: dict[str, Any], message: str) -> None:
+def test_unsupported_architectures_are_refused(
+    family: str, overrides: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         check_supported(tiny_config(family, **overrides))
 
@@ -118,18 +159,26 @@ def test_null_flags_are_false_for_model_and_tokenizer(folder: Path, key: str) ->
 def test_a_message_about_several_keys_does_not_print_the_file(folder: Path) -> None:
     document = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(document | {"pad_token_id": 4096}))
-    with pytest.raises(UserError, match=r"config\.json: pad_token_id=4096 is not below vocab_size=128$"):
+    with pytest.raises(
+        UserError, match=r"config\.json: pad_token_id=4096 is not below vocab_size=128$"
+    ):
         load(pretrained(folder), device="cpu")
 
 
-def test_missing_and_broken_folders_are_refused(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_missing_and_broken_folders_are_refused(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     empty = tmp_path_factory.mktemp("empty")
-    with pytest.raises(UserError, match=r"nowhere/model: no such folder or GGUF file; run make models"):
+    with pytest.raises(
+        UserError, match=r"nowhere/model: no such folder or GGUF file; run make models"
+    ):
         load(pretrained(folder / "nowhere/model", obtained_by="run make models"), device="cpu")
     with pytest.raises(UserError, match=r"no config\.json"):
         load(pretrained(empty), device="cpu")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"cannot be loaded \(no weights: expected one of model\.safetensors, "):
+    with pytest.raises(
+        UserError, match=r"cannot be loaded \(no weights: expected one of model\.safetensors, "
+    ):
         load(pretrained(folder), device="cpu")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UserError, match="the folder has no tokenizer"):
@@ -138,18 +187,30 @@ def test_missing_and_broken_folders_are_refused(folder: Path, tmp_path_factory: 
 
 def test_missing_weights_are_refused(folder: Path) -> None:
     model = tiny_model("llama")
-    state = {name: tensor for name, tensor in model.state_dict().items() if "layers.1.self_attn.k_proj" not in name}
+    state = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if "layers.1.self_attn.k_proj" not in name
+    }
     model.save_pretrained(folder, state_dict=state)
-    with pytest.raises(UserError, match=r"checkpoint has no weights for model\.layers\.1\.self_attn\.k_proj\.weight"):
+    with pytest.raises(
+        UserError,
+        match=r"checkpoint has no weights for model\.layers\.1\.self_attn\.k_proj\.weight",
+    ):
         load(pretrained(folder), device="cpu")
 
 
-def test_out_of_memory_while_loading_is_a_user_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_while_loading_is_a_user_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
-    with pytest.raises(UserError, match=r"model=tiny: the weights in torch\.float32 do not fit into the GPU's memory"):
+    with pytest.raises(
+        UserError,
+        match=r"model=tiny: the weights in torch\.float32 do not fit into the GPU's memory",
+    ):
         load(pretrained(folder), device="cpu")
 
 
@@ -157,19 +218,28 @@ def test_an_unreachable_hub_gives_a_one_line_error(monkeypatch: pytest.MonkeyPat
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"model\.path=nobody/nothing: not a local folder, and .* Hugging Face Hub") as caught:
+    with pytest.raises(
+        UserError, match=r"model\.path=nobody/nothing: not a local folder, and .* Hugging Face Hub"
+    ) as caught:
         load(pretrained("nobody/nothing"), device="cpu")
     assert "\n" not in str(caught.value)
     assert "model.init=random" in str(caught.value)
 
 
 def test_invalid_architectures_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"model\.architecture\.hidden_sise \(did you mean hidden_size\?\)"):
+    with pytest.raises(
+        UserError, match=r"model\.architecture\.hidden_sise \(did you mean hidden_size\?\)"
+    ):
         load(random_init(tmp_path, hidden_sise=3), device="cpu")
     with pytest.raises(UserError, match="model_type=bert"):
         load(random_init(tmp_path, family="bert"), device="cpu")
     with pytest.raises(UserError, match=r"model\.architecture: .*low_freq_factor"):
-        load(random_init(tmp_path, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}), device="cpu")
+        load(
+            random_init(
+                tmp_path, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}
+            ),
+            device="cpu",
+        )
     with pytest.raises(UserError, match="vocab_size=64: the tokenizer has 128 tokens"):
         load(random_init(tmp_path, vocab_size=64), device="cpu")
 
@@ -189,7 +259,12 @@ def test_devices_and_dtypes_resolve_or_are_refused(monkeypatch: pytest.MonkeyPat
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_random_8b_loads_in_seconds_without_a_second_copy(tmp_path: Path) -> None:
-    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+    shape = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    }
     heads = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256}
     torch.cuda.reset_peak_memory_stats()
     begin = time.perf_counter()
@@ -200,7 +275,9 @@ def test_random_8b_loads_in_seconds_without_a_second_copy(tmp_path: Path) -> Non
     assert torch.cuda.max_memory_allocated() < 1.2 * 2 * loaded.model.num_parameters()
 
 
-def test_further_chat_templates_stay_in_the_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_further_chat_templates_stay_in_the_folder(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     outside = tmp_path_factory.mktemp("outside") / "secret"
     outside.write_text("{{ messages }}")
     templates = folder / "additional_chat_templates"
@@ -208,5 +285,8 @@ def test_further_chat_templates_stay_in_the_folder(folder: Path, tmp_path_factor
     (templates / "rag.jinja").write_text("{{ messages }}")
     assert load(pretrained(folder), device="cpu").tokenizer is not None
     (templates / "tool_use.jinja").symlink_to(outside)
-    with pytest.raises(UserError, match=r"additional_chat_templates/tool_use\.jinja links to a file outside its folder"):
+    with pytest.raises(
+        UserError,
+        match=r"additional_chat_templates/tool_use\.jinja links to a file outside its folder",
+    ):
         load(pretrained(folder), device="cpu")

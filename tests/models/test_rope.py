@@ -34,8 +34,13 @@ def test_frequencies_equal_the_models(kind: str) -> None:
 @pytest.mark.parametrize(("family", "kind"), [("llama", "dynamic"), ("hunyuan_v1_dense", "linear")])
 def test_alpha_without_a_meaning_is_ignored(family: str, kind: str) -> None:
     """It replaces the base of Hunyuan's dynamic RoPE alone."""
-    model = tiny_model(family, rope_parameters={"rope_type": kind, "rope_theta": 100.0, "factor": 2.0, "alpha": 8.0})
-    torch.testing.assert_close(inverse_frequencies(model.config)[0], model.base_model.rotary_emb.inv_freq)
+    model = tiny_model(
+        family,
+        rope_parameters={"rope_type": kind, "rope_theta": 100.0, "factor": 2.0, "alpha": 8.0},
+    )
+    torch.testing.assert_close(
+        inverse_frequencies(model.config)[0], model.base_model.rotary_emb.inv_freq
+    )
 
 
 def test_yarn_scales_cos_and_sin() -> None:
@@ -53,8 +58,14 @@ def test_unknown_rope_types_are_refused() -> None:
 
 
 @settings(max_examples=40)
-@given(st.sampled_from(["default", "linear", "llama3", "yarn"]), st.sampled_from(["linear", "llama3", "yarn"]), FACTORS)
-def test_the_slowest_angle_at_the_last_position_stays(before: str, after: str, factor: float) -> None:
+@given(
+    st.sampled_from(["default", "linear", "llama3", "yarn"]),
+    st.sampled_from(["linear", "llama3", "yarn"]),
+    FACTORS,
+)
+def test_the_slowest_angle_at_the_last_position_stays(
+    before: str, after: str, factor: float
+) -> None:
     """The model sees no larger angle of its slowest pair than before, and uses all of them."""
     config = tiny_config(rope=before)
     slowest, positions = inverse_frequencies(config)[0][-1], max_length(config)
@@ -69,7 +80,10 @@ def test_llama3_keeps_its_bands_and_yarn_its_definition() -> None:
     config = tiny_config(rope="llama3")  # factor 4, 256 positions, 64 of pretraining
     unscaled = inverse_frequencies(tiny_config())[0]
     scale_rope(config, parameters("llama3", 16.0))
-    assert (config.max_position_embeddings, config.rope_parameters["original_max_position_embeddings"]) == (1024, 64)
+    assert (
+        config.max_position_embeddings,
+        config.rope_parameters["original_max_position_embeddings"],
+    ) == (1024, 64)
     scaled = inverse_frequencies(config)[0]
     assert torch.equal(scaled[0], unscaled[0]), "pairs that turn often in 64 tokens stay"
     slow = unscaled < 2 * math.pi / 64
@@ -88,12 +102,17 @@ def test_factors_that_are_no_numbers_are_refused(factor: Any) -> None:
     ("overrides", "positions"),
     [
         (
-            ["model=llama3", "model.rope_scaling={rope_type:llama3,factor:32.0,low_freq_factor:1.0,high_freq_factor:4.0}"],
+            [
+                "model=llama3",
+                "model.rope_scaling={rope_type:llama3,factor:32.0,low_freq_factor:1.0,high_freq_factor:4.0}",
+            ],
             524288,
         ),
         (["model=llama3_8b", "model.rope_scaling={rope_type:yarn,factor:4.0}"], 32768),
     ],
 )
-def test_packaged_models_have_the_positions_of_their_scaling(overrides: list[str], positions: int) -> None:
+def test_packaged_models_have_the_positions_of_their_scaling(
+    overrides: list[str], positions: int
+) -> None:
     cfg = compose("eval", [*overrides, "model.init=random"])
     assert max_length(config_and_tokenizer(cfg.model)[0]) == positions

@@ -1,4 +1,6 @@
-"""Tests of the tap: its inputs equal the model's, dense attention changes nothing, and no hooks remain."""
+"""Tests of the tap: its inputs equal the model's, dense attention changes nothing, and no hooks
+remain.
+"""
 
 import gc
 import weakref
@@ -20,7 +22,10 @@ from tests.factory import left_padded, random_tokens, tiny_model
 def test_a_model_with_the_configuration_of_a_tapped_one_is_refused() -> None:
     model = tiny_model()
     other = type(model)(model.config).eval()
-    with tap(model, dense_attention), pytest.raises(UserError, match="shares its configuration with an attached model"):
+    with (
+        tap(model, dense_attention),
+        pytest.raises(UserError, match="shares its configuration with an attached model"),
+    ):
         other(random_tokens(1, 4))
     assert other(random_tokens(1, 4)).logits.isfinite().all()
 
@@ -96,13 +101,17 @@ def test_dense_attention_on_the_gpu_equals_fp64(dtype: torch.dtype) -> None:
         start = None if x.kv_start is None else x.kv_start.cpu()
         out = dense_attention(x)
         expected = dense_attention(replace(x, **exact, kv_start=start))
-        error = 2 * torch.finfo(dtype).eps + 1e-5  # probabilities and output rounded; fp32 scores of some tens
-        torch.testing.assert_close(out.double().cpu(), expected, rtol=0, atol=error * float(exact["v"].abs().max()))
+        # probabilities and output rounded; fp32 scores of some tens
+        error = 2 * torch.finfo(dtype).eps + 1e-5
+        torch.testing.assert_close(
+            out.double().cpu(), expected, rtol=0, atol=error * float(exact["v"].abs().max())
+        )
         return out
 
     with tap(model, attend):
         cache = DynamicCache(config=model.config)
-        for begin, end in ((0, 150), (150, 199), (199, 200)):  # a prompt, a chunk after it, a single token
+        # a prompt, a chunk after it, a single token
+        for begin, end in ((0, 150), (150, 199), (199, 200)):
             model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache)
         model(ids[1:])
 

@@ -1,4 +1,6 @@
-"""The block-retrieval task: problems with one answer, equal starts of both kinds of attention, exact match."""
+"""The block-retrieval task: problems with one answer, equal starts of both kinds of attention,
+exact match.
+"""
 
 from dataclasses import replace
 
@@ -16,10 +18,19 @@ from msattn.trainer.mta.attention import MultiTokenAttention
 
 @given(st.integers(0, 2**32), st.integers(1, 40), st.integers(1, 12), st.data())
 @settings(max_examples=100, deadline=None)
-def test_only_the_answer_has_all_letters_of_the_question(seed: int, blocks: int, size: int, data: st.DataObject) -> None:
+def test_only_the_answer_has_all_letters_of_the_question(
+    seed: int, blocks: int, size: int, data: st.DataObject
+) -> None:
     asked = data.draw(st.integers(1 if blocks == 1 or size < 3 else 2, size))
-    ids = block_retrieval.problem(np.random.default_rng(seed), blocks=blocks, letters=size, asked=asked)
-    assert np.array_equal(ids, block_retrieval.problem(np.random.default_rng(seed), blocks=blocks, letters=size, asked=asked))
+    ids = block_retrieval.problem(
+        np.random.default_rng(seed), blocks=blocks, letters=size, asked=asked
+    )
+    assert np.array_equal(
+        ids,
+        block_retrieval.problem(
+            np.random.default_rng(seed), blocks=blocks, letters=size, asked=asked
+        ),
+    )
     text, rest = ids[: blocks * (size + 1)].reshape(blocks, -1), ids[blocks * (size + 1) :]
     assert set(text[:, -1]) == {block_retrieval.BLOCK_END}
     assert rest[0] == block_retrieval.QUESTION
@@ -39,18 +50,27 @@ def test_problems_without_a_unique_answer_are_refused(size: int, asked: int) -> 
         block_retrieval.problem(np.random.default_rng(0), blocks=3, letters=size, asked=asked)
 
 
-CFG = MtaConfig(blocks=3, letters=2, asked=2, test_problems=24, num_layers=2, num_heads=2, hidden_size=32)
+CFG = MtaConfig(
+    blocks=3, letters=2, asked=2, test_problems=24, num_layers=2, num_heads=2, hidden_size=32
+)
 
 
 def test_both_kinds_of_attention_start_with_the_same_loss() -> None:
     problems = block_retrieval.Problems(CFG, 4, seed=(0, 0))
     ids = torch.stack([problems[index]["input_ids"] for index in range(4)])
-    plain, mixed = (block_retrieval.build(replace(CFG, attention=kind), seed=0) for kind in ("plain", "multi_token"))
-    assert all(isinstance(layer.self_attn, MultiTokenAttention) for layer in mixed.model.model.layers)
+    plain, mixed = (
+        block_retrieval.build(replace(CFG, attention=kind), seed=0)
+        for kind in ("plain", "multi_token")
+    )
+    assert all(
+        isinstance(layer.self_attn, MultiTokenAttention) for layer in mixed.model.model.layers
+    )
     losses = [solver(ids)["loss"] for solver in (plain, mixed)]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-5)
     logits = plain.model(input_ids=ids).logits[:, -3:-1].transpose(1, 2)
-    torch.testing.assert_close(losses[0], torch.nn.functional.cross_entropy(logits, ids[:, -2:]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        losses[0], torch.nn.functional.cross_entropy(logits, ids[:, -2:]), rtol=1e-5, atol=1e-5
+    )
 
 
 def test_exact_match_counts_whole_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +85,8 @@ def test_exact_match_counts_whole_answers(monkeypatch: pytest.MonkeyPatch) -> No
         return 9.0 * torch.nn.functional.one_hot(guesses, block_retrieval.VOCAB_SIZE)
 
     monkeypatch.setattr(solver, "logits", logits)
-    figures = block_retrieval.accuracy(solver, block_retrieval.Problems(CFG, 24, seed=(0, 1)), batch_size=7)
+    figures = block_retrieval.accuracy(
+        solver, block_retrieval.Problems(CFG, 24, seed=(0, 1)), batch_size=7
+    )
     assert figures["exact_match"] == 16 / 24
     assert figures["test_loss"] == pytest.approx(9 * 8 / 48, abs=0.01)

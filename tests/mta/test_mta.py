@@ -1,4 +1,6 @@
-"""Tests of multi-token attention in a Llama model (initialization, gradients, caches) and of the block retrieval task."""
+"""Tests of multi-token attention in a Llama model (initialization, gradients, caches) and of the
+block retrieval task.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,9 @@ def new_weights(model: Any) -> dict[str, torch.nn.Parameter]:
 
 
 def converted(name: str) -> Any:
-    """A tiny Llama with multi-token attention, whose new weights are perturbed away from the identity."""
+    """A tiny Llama with multi-token attention, whose new weights are perturbed away from the
+    identity.
+    """
     model = convert(tiny_model(), **OPTIONS[name])
     for seed, weight in enumerate(new_weights(model).values()):
         noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
@@ -48,7 +52,10 @@ def padded() -> tuple[Tensor, Tensor]:
     return left_padded([random_tokens(1, n, seed=n)[0] for n in (5, 14)])
 
 
-@pytest.mark.parametrize(("name", "implementation"), [*((name, "sdpa") for name in UNCHANGED), ("kernel and group", "eager")])
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [*((name, "sdpa") for name in UNCHANGED), ("kernel and group", "eager")],
+)
 @torch.no_grad()
 def test_conversion_leaves_the_output_unchanged(name: str, implementation: str) -> None:
     ids, mask = padded()
@@ -56,7 +63,9 @@ def test_conversion_leaves_the_output_unchanged(name: str, implementation: str) 
     model.config._attn_implementation = implementation
     expected = model(ids, attention_mask=mask).logits[mask.bool()]
     assert convert(model, **OPTIONS[name]) is model
-    torch.testing.assert_close(model(ids, attention_mask=mask).logits[mask.bool()], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model(ids, attention_mask=mask).logits[mask.bool()], expected, rtol=1e-4, atol=1e-4
+    )
 
 
 @torch.no_grad()
@@ -66,7 +75,9 @@ def test_the_norm_is_per_head_and_scaled_by_depth() -> None:
     attention.head_norm.weight[2] = 5.0
     normed = attention.head_norm(x) / (0.2 + 0.6 * np.exp(-0.3))
     rms = x.square().mean(-1, keepdim=True).sqrt()
-    torch.testing.assert_close(normed, x / rms * torch.tensor([1.0, 1.0, 5.0, 1.0])[:, None, None], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        normed, x / rms * torch.tensor([1.0, 1.0, 5.0, 1.0])[:, None, None], rtol=1e-4, atol=1e-4
+    )
 
 
 @torch.no_grad()
@@ -82,7 +93,9 @@ def test_group_mixing_equals_mixed_probabilities() -> None:
     no_rotation = torch.ones(1, 6, 16), torch.zeros(1, 6, 16)
     attention(torch.zeros(1, 6, 64), no_rotation)
 
-    scores = (q.unflatten(1, (2, 2)) @ k[:, :, None].mT * 0.25).masked_fill(torch.ones(6, 6).triu(1).bool(), -torch.inf)
+    scores = (q.unflatten(1, (2, 2)) @ k[:, :, None].mT * 0.25).masked_fill(
+        torch.ones(6, 6).triu(1).bool(), -torch.inf
+    )
     mixed = torch.einsum("kgh,bkhij->bkgij", attention.group_mix, scores.softmax(-1))
     expected = (mixed @ v[:, :, None]).flatten(1, 2).transpose(1, 2).flatten(2)
     torch.testing.assert_close(seen[0], expected, rtol=1e-4, atol=1e-5)
@@ -113,13 +126,17 @@ def test_rows_of_a_padded_batch_are_the_unpadded_sequences(name: str) -> None:
         torch.testing.assert_close(logits[row : row + 1, start:], alone, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "batched"), [*((name, True) for name in OPTIONS), ("even kernel", False)])
+@pytest.mark.parametrize(
+    ("name", "batched"), [*((name, True) for name in OPTIONS), ("even kernel", False)]
+)
 @torch.no_grad()
 def test_generation_with_a_cache_equals_generation_without(name: str, batched: bool) -> None:
     model = converted(name)
     ids, mask = padded() if batched else (random_tokens(1, 2), torch.ones(1, 2, dtype=torch.long))
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+    assert torch.equal(
+        model.generate(ids, **options), model.generate(ids, use_cache=False, **options)
+    )
 
 
 @pytest.mark.parametrize("ends", [(1, 2, 3, 4, 14), (9, 12, 14)])
@@ -129,9 +146,13 @@ def test_chunked_prefill_equals_one_pass(name: str, ends: tuple[int, ...]) -> No
     model, cache, chunks = converted(name), DynamicCache(), []
     ids, mask = padded()
     for begin, end in zip((0, *ends), ends, strict=False):
-        chunks.append(model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache).logits)
+        chunks.append(
+            model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache).logits
+        )
     expected = model(ids, attention_mask=mask).logits
-    torch.testing.assert_close(torch.cat(chunks, 1)[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        torch.cat(chunks, 1)[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4
+    )
 
 
 @torch.no_grad()
@@ -141,9 +162,13 @@ def test_cache_rows_can_be_repeated_selected_and_reset() -> None:
     model(ids[:, :9], past_key_values=cache)
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([3]))
-    torch.testing.assert_close(model(ids[1:, 9:], past_key_values=cache).logits[0], expected[9:], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model(ids[1:, 9:], past_key_values=cache).logits[0], expected[9:], rtol=1e-4, atol=1e-4
+    )
     cache.reset()
-    torch.testing.assert_close(model(ids[1:], past_key_values=cache).logits[0], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model(ids[1:], past_key_values=cache).logits[0], expected, rtol=1e-4, atol=1e-4
+    )
 
 
 @torch.no_grad()
@@ -158,17 +183,25 @@ def test_the_query_window_is_bounded() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_gpu_equals_the_cpu(name: str) -> None:
-    """Logits and gradients equal those of the CPU, in fp32 and under autocast; a cache changes no generated token."""
+    """Logits and gradients equal those of the CPU, in fp32 and under autocast; a cache changes no
+    generated token.
+    """
     ids, mask = padded()
     logits: list[Tensor] = []
     gradients: list[list[Tensor]] = []
     for device, half in (("cpu", False), ("cuda", False), ("cuda", True)):
         model = converted(name).requires_grad_(True).to(device)
         with torch.autocast("cuda", torch.bfloat16, enabled=half):
-            out = model(ids.to(device), attention_mask=mask.to(device)).logits[mask.bool().to(device)].float()
+            out = (
+                model(ids.to(device), attention_mask=mask.to(device))
+                .logits[mask.bool().to(device)]
+                .float()
+            )
         out.square().mean().backward()
         logits.append(out.detach().cpu())
-        gradients.append([weight.grad.cpu() for weight in new_weights(model).values() if weight.grad is not None])
+        gradients.append(
+            [weight.grad.cpu() for weight in new_weights(model).values() if weight.grad is not None]
+        )
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-2, atol=1e-3)
     assert (logits[2] - logits[0]).norm() < 0.05 * logits[0].norm()
@@ -177,7 +210,9 @@ def test_the_gpu_equals_the_cpu(name: str) -> None:
 
     model, options = converted(name).cuda(), {"max_new_tokens": 8, "do_sample": False}
     inputs = {"input_ids": ids.cuda(), "attention_mask": mask.cuda()}
-    assert torch.equal(model.generate(**inputs, **options), model.generate(**inputs, use_cache=False, **options))
+    assert torch.equal(
+        model.generate(**inputs, **options), model.generate(**inputs, use_cache=False, **options)
+    )
 
 
 @pytest.mark.parametrize("name", ["kernel and group", "scores", "norm"])
@@ -188,7 +223,8 @@ def test_saved_weights_load_into_a_converted_model(name: str, tmp_path: Path) ->
     again = convert(tiny_model(seed=1), **OPTIONS[name])
     load_model(again, tmp_path / "model.safetensors")
     assert torch.equal(again(ids).logits, model(ids).logits)
-    plain = tiny_model(seed=2).state_dict()  # a plain model's weights load; the new ones are unchanged
+    # a plain model's weights load; the new ones are unchanged
+    plain = tiny_model(seed=2).state_dict()
     missing, unexpected = again.load_state_dict(plain, strict=False)
     assert set(missing) == set(new_weights(again))
     assert not unexpected

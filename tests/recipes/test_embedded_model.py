@@ -23,7 +23,14 @@ from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.loading import Loaded, load
 from msattn.trainer.recipes import embedded_model
-from msattn.trainer.recipes.embedded_model import PLAN, Plan, Stage, StageDataset, Texts, WeightedLanguageModel
+from msattn.trainer.recipes.embedded_model import (
+    PLAN,
+    Plan,
+    Stage,
+    StageDataset,
+    Texts,
+    WeightedLanguageModel,
+)
 from tests.factory import embedded_tokenizer
 from tests.jobs import LaunchedJob
 
@@ -75,24 +82,36 @@ def shipped() -> Loaded:
 def test_shipped_files_are_small_and_consistent(shipped: Loaded) -> None:
     assert sum(path.stat().st_size for path in EMBEDDED_MODEL.iterdir()) <= 12 * 2**20
     weights = load_file(EMBEDDED_MODEL / "model.safetensors")
-    assert all(weight.dtype == torch.float16 and weight.isfinite().all() for weight in weights.values())
+    assert all(
+        weight.dtype == torch.float16 and weight.isfinite().all() for weight in weights.values()
+    )
     facts = json.loads((EMBEDDED_MODEL / "training.json").read_text())
     assert facts["parameters"] == shipped.model.num_parameters()
     assert facts["plan"]["architecture"]["hidden_size"] == shipped.model.config.hidden_size
-    assert shipped.model.config.max_position_embeddings == max(stage["seq_len"] for stage in facts["plan"]["stages"])
+    assert shipped.model.config.max_position_embeddings == max(
+        stage["seq_len"] for stage in facts["plan"]["stages"]
+    )
     assert len(shipped.tokenizer) == shipped.model.config.vocab_size == VOCAB_SIZE
 
 
 @pytest.mark.slow
-def test_shipped_model_answers_held_out_wordings_and_predicts_text(shipped: Loaded, text: np.ndarray) -> None:
+def test_shipped_model_answers_held_out_wordings_and_predicts_text(
+    shipped: Loaded, text: np.ndarray
+) -> None:
     model: Any = shipped.model
-    prompts, answer = embedded_model.needle_prompts(text, 512, TOKENIZER, samples=len(HELD_OUT), seed=3)[1]
+    prompts, answer = embedded_model.needle_prompts(
+        text, 512, TOKENIZER, samples=len(HELD_OUT), seed=3
+    )[1]
     for prompt, wording in zip(prompts, HELD_OUT, strict=True):
         opening, _ = wording.statement.format(key="|", value="|").split("|", 1)
-        assert opening.strip() in text_of(prompt), "each prompt has a wording that training leaves out"
+        assert opening.strip() in text_of(prompt), (
+            "each prompt has a wording that training leaves out"
+        )
     assert embedded_model.needle_accuracy(model, prompts, answer) == 1.0
     prompts[: len(HELD_OUT) // 2, -1] = ids_of("x")[0]
-    assert embedded_model.needle_accuracy(model, prompts, answer) == 0.5, "an answer counts if all of its tokens are right"
+    assert embedded_model.needle_accuracy(model, prompts, answer) == 0.5, (
+        "an answer counts if all of its tokens are right"
+    )
     # Held-out modules of the library cost about 1 bit per byte; a broken model costs over 4.
     assert embedded_model.bits_per_byte(model, text[:2048], 1024, TOKENIZER) < 1.5
 
@@ -101,11 +120,19 @@ def test_digits_are_single_tokens_and_no_special_token_is_added() -> None:
     assert [TOKENIZER.decode([token]) for token in ids_of("x=20267")][-5:] == list("20267")
     assert not [token for token in TOKENIZER.get_vocab() if re.search(r"\d.*\d|\w\d|\d\w", token)]
     assert TOKENIZER("12")["input_ids"] == ids_of("12")
-    assert TOKENIZER.bos_token_id == TOKENIZER.eos_token_id == TOKENIZER.convert_tokens_to_ids(END_OF_TEXT) == 0
+    assert (
+        TOKENIZER.bos_token_id
+        == TOKENIZER.eos_token_id
+        == TOKENIZER.convert_tokens_to_ids(END_OF_TEXT)
+        == 0
+    )
 
 
 def test_items_of_a_stage_depend_on_their_index_alone(text: np.ndarray) -> None:
-    texts = Texts({"books": [Document("book", " and so on" * 4000)], "code": [], "library": library(2)}, TOKENIZER)
+    texts = Texts(
+        {"books": [Document("book", " and so on" * 4000)], "code": [], "library": library(2)},
+        TOKENIZER,
+    )
     tasks = TaskSequences(TOKENIZER, texts.crop)
     stage = TINY.stages[0]
     datasets = [StageDataset(texts, tasks, stage, seed=(0, 0), bos=0) for _ in range(2)]
@@ -113,7 +140,9 @@ def test_items_of_a_stage_depend_on_their_index_alone(text: np.ndarray) -> None:
     for index in (31, 2):
         again = datasets[1][index]
         assert all(torch.equal(items[index][name], again[name]) for name in again)
-    assert all(item["input_ids"].shape == item["weights"].shape == (stage.seq_len + 1,) for item in items)
+    assert all(
+        item["input_ids"].shape == item["weights"].shape == (stage.seq_len + 1,) for item in items
+    )
     assert 10 < sum(int(item["input_ids"][0]) == 0 for item in items) < 30
     weighted = sum(bool((item["weights"] == ANSWER_WEIGHT).any()) for item in items)
     assert 16 < weighted < 32  # 60 % are needles and pairs
@@ -122,7 +151,9 @@ def test_items_of_a_stage_depend_on_their_index_alone(text: np.ndarray) -> None:
 
 def test_the_plan_is_complete() -> None:
     with torch.device("meta"):
-        assert embedded_model.build_model(PLAN, TOKENIZER).num_parameters() == pytest.approx(5.8e6, rel=0.05)
+        assert embedded_model.build_model(PLAN, TOKENIZER).num_parameters() == pytest.approx(
+            5.8e6, rel=0.05
+        )
     lengths = [stage.seq_len for stage in PLAN.stages]
     assert lengths == sorted(lengths)
     assert PLAN.stages[-1].schedule == "cosine"
@@ -152,11 +183,17 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "book.txt").write_text(book)
     (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "other.txt").write_text((Path(sysconfig.get_path("stdlib")) / "turtle.py").read_text()[:4000])
+    (tmp_path / "test" / "other.txt").write_text(
+        (Path(sysconfig.get_path("stdlib")) / "turtle.py").read_text()[:4000]
+    )
     monkeypatch.setattr(embedded_model, "PLAN", TINY)
     monkeypatch.setattr(embedded_model, "DEV_PROMPTS", 2)
     monkeypatch.setattr(embedded_model, "TEST_PROMPTS", 2)
-    monkeypatch.setattr(embedded_model, "documents", lambda cfg, heldout: itertools.islice(documents(cfg, heldout=heldout), 3))
+    monkeypatch.setattr(
+        embedded_model,
+        "documents",
+        lambda cfg, heldout: itertools.islice(documents(cfg, heldout=heldout), 3),
+    )
     return tmp_path
 
 
@@ -172,7 +209,9 @@ def run_recipe(workspace: Path, out: str, *arguments: str) -> Path:
 
 
 @pytest.mark.slow
-def test_resumed_recipe_gives_the_same_model(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_recipe_gives_the_same_model(
+    workspace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = run_recipe(workspace, "whole")
     forward = WeightedLanguageModel.forward
     calls = 0
@@ -189,12 +228,20 @@ def test_resumed_recipe_gives_the_same_model(workspace: Path, monkeypatch: pytes
         with pytest.raises(RuntimeError, match="killed"):
             run_recipe(workspace, "cut")
     cut = run_recipe(workspace, "cut", "--resume")
-    assert (cut / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
+    assert (cut / "model" / "model.safetensors").read_bytes() == (
+        whole / "model" / "model.safetensors"
+    ).read_bytes()
 
     facts = json.loads((cut / "model" / "training.json").read_text())
-    assert set(facts["figures"]) == {"test_bits_per_byte", "haystack_needles_1", "haystack_needles_8"}
+    assert set(facts["figures"]) == {
+        "test_bits_per_byte",
+        "haystack_needles_1",
+        "haystack_needles_8",
+    }
     assert facts["tokens"] == 2 * 2 * 192 + 2 * 2 * 256
-    steps = [json.loads(line)["step"] for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    steps = [
+        json.loads(line)["step"] for line in (whole / "metrics.jsonl").read_text().splitlines()
+    ]
     assert sorted(set(steps)) == [1, 2, 3, 4]
     made = load(ModelConfig(name="made", path=str(cut / "model")), device="cpu", dtype="float32")
     assert made.model.num_parameters() == facts["parameters"]
@@ -213,9 +260,21 @@ def of_the_training(folder: Path) -> None:
         ("--device tpu", None, "--device=tpu: expected auto, cpu, cuda"),
         ("--test /nowhere", None, "--test=/nowhere: no such file"),
         ("--text /nowhere", None, "--text=/nowhere: no such file"),
-        ("", lambda folder: (folder / "books/book.txt").rename(folder / "books/code-book.txt"), "no book; files whose"),
-        ("", lambda folder: (folder / "out/model/code.py").touch(), "not part of an artifact; choose another --out$"),
-        ("", of_the_training, r"test: [\d,]+ of its [\d,]+ compared passages .* are also in the training text"),
+        (
+            "",
+            lambda folder: (folder / "books/book.txt").rename(folder / "books/code-book.txt"),
+            "no book; files whose",
+        ),
+        (
+            "",
+            lambda folder: (folder / "out/model/code.py").touch(),
+            "not part of an artifact; choose another --out$",
+        ),
+        (
+            "",
+            of_the_training,
+            r"test: [\d,]+ of its [\d,]+ compared passages .* are also in the training text",
+        ),
         (
             "",
             lambda folder: (folder / "test/other.txt").write_text("Short."),
@@ -228,7 +287,9 @@ def of_the_training(folder: Path) -> None:
         ),
     ],
 )
-def test_mistakes_are_refused_before_training(workspace: Path, arguments: str, prepare: Any, message: str) -> None:
+def test_mistakes_are_refused_before_training(
+    workspace: Path, arguments: str, prepare: Any, message: str
+) -> None:
     (workspace / "out/model").mkdir(parents=True)
     if prepare is not None:
         prepare(workspace)

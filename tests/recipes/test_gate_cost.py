@@ -1,4 +1,6 @@
-"""Cost of gate training: live memory of a step compared with inference, and the measuring command."""
+"""Cost of gate training: live memory of a step compared with inference, and the measuring
+command.
+"""
 
 import csv
 from collections.abc import Callable
@@ -19,8 +21,9 @@ from msattn.trainer.recipes import gate_cost as cost
 from msattn.trainer.recipes.gate_cost import measure, one_graph
 from tests.factory import random_tokens, tiny_architecture, tiny_model
 
-# Proportions of Llama-3.1-8B in bf16 at 131,072 tokens: a block map has half the size of the hidden states, the MLP's inner
-# activations 3.5 times, the queries the same size, keys and values a quarter.
+# Proportions of Llama-3.1-8B in bf16 at 131,072 tokens: a block map has half the size of the hidden
+# states, the MLP's inner activations 3.5 times, the queries the same size, keys and values a
+# quarter.
 TOKENS, BLOCK, LAYERS = 1024, 16, 3
 SHAPE: dict[str, Any] = {
     "hidden_size": 128,
@@ -49,11 +52,14 @@ class LiveMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        inputs = {storage._cdata for storage in storages((args, kwargs))}  # a view of a weight allocates nothing
+        # a view of a weight allocates nothing
+        inputs = {storage._cdata for storage in storages((args, kwargs))}
         for storage in storages(out):
             if storage._cdata not in inputs:
                 self._allocated[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._allocated = {key: (ref, size) for key, (ref, size) in self._allocated.items() if not ref.expired()}
+        self._allocated = {
+            key: (ref, size) for key, (ref, size) in self._allocated.items() if not ref.expired()
+        }
         self.peak = max(self.peak, sum(size for _, size in self._allocated.values()))
         return out
 
@@ -79,12 +85,16 @@ def test_step_at_128k_tokens_needs_the_memory_of_inference():
     step = peak_bytes(lambda: distiller(ids)["loss"].backward())
     # As on a GPU: the inner activations of the MLP three times, and 4 tensors more.
     assert inference == pytest.approx(14.5 * HIDDEN_BYTES, rel=0.02)
-    assert step <= 1.02 * inference + 2 * gradients  # the computed gradients, and the .grad of the parameters
+    # the computed gradients, and the .grad of the parameters
+    assert step <= 1.02 * inference + 2 * gradients
     graph = peak_bytes(lambda: one_graph(gate, model, ids).backward())
-    assert graph > 1.02 * inference + LAYERS * MAP_BYTES  # at least two maps of each layer stay alive
+    # at least two maps of each layer stay alive
+    assert graph > 1.02 * inference + LAYERS * MAP_BYTES
 
 
-def config(outputs: Path, device: str = "cpu", seq_len: int = 96, block_size: int = 16, **shape: Any) -> TrainGateConfig:
+def config(
+    outputs: Path, device: str = "cpu", seq_len: int = 96, block_size: int = 16, **shape: Any
+) -> TrainGateConfig:
     architecture = tiny_architecture(vocab_size=4096, **shape)
     return TrainGateConfig(
         model=ModelConfig(name="small", path="none", init="random", architecture=architecture),
@@ -108,8 +118,12 @@ def test_rows_have_ratios_to_inference_and_maxpool(tmp_path, monkeypatch, capsys
     assert list(rows) == ["forward, SDPA", "forward, maxpool", "train-gate", "one graph"]
     seconds = {name: float(row["seconds"] or 0) for name, row in rows.items()}
     step = rows["train-gate"]
-    assert float(step["over_inference"]) == pytest.approx(seconds["train-gate"] / seconds["forward, SDPA"])
-    assert float(step["over_maxpool"]) == pytest.approx(seconds["train-gate"] / seconds["forward, maxpool"])
+    assert float(step["over_inference"]) == pytest.approx(
+        seconds["train-gate"] / seconds["forward, SDPA"]
+    )
+    assert float(step["over_maxpool"]) == pytest.approx(
+        seconds["train-gate"] / seconds["forward, maxpool"]
+    )
     assert step["peak_gib"] == ""
     assert (rows["one graph"]["note"], seconds["one graph"]) == ("out of memory", 0)
     assert [each.name for each in path.parent.iterdir()] == [path.name]
@@ -120,9 +134,20 @@ def test_rows_have_ratios_to_inference_and_maxpool(tmp_path, monkeypatch, capsys
 
 @pytest.mark.gpu
 def test_step_on_gpu_needs_the_memory_of_inference(tmp_path):
-    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32}
-    shape |= {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 32768, "initializer_range": 0.02}
+    shape = {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 32,
+    }
+    shape |= {
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "initializer_range": 0.02,
+    }
     rows = {row["variant"]: row for row in measure(config(tmp_path, "cuda", 32768, 64, **shape))}
     assert rows["forward, maxpool"]["peak_gib"] is not None
     assert rows["train-gate"]["memory_over_inference"] <= 1.1
-    assert rows["train-gate"]["over_maxpool"] <= 1.2  # 1.05 at 128k tokens; here launch overhead has a larger share
+    # 1.05 at 128k tokens; here launch overhead has a larger share
+    assert rows["train-gate"]["over_maxpool"] <= 1.2

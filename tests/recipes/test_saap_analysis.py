@@ -28,19 +28,31 @@ def test_a_query_reads_the_bin_of_its_equals() -> None:
     far[0, 0] = False
     stages = bin_stages(keys, torch.tensor([[2], [7]]), 4, far)
     assert stages.tolist() == [[[0, 1, 2, 2, 1, 2, 2, 2]], [[0, 2, 1, 2, 2, 1, 2, 2]]]
-    assert (bin_stages(keys, torch.tensor([[9]]), 1, far)[0, 0, 1:] == 1).all(), "one bin holds all keys"
+    assert (bin_stages(keys, torch.tensor([[9]]), 1, far)[0, 0, 1:] == 1).all(), (
+        "one bin holds all keys"
+    )
 
 
 @pytest.mark.slow
-def test_the_program_prints_each_measure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here) -> None:
-    sizes = [f"eval.analysis.{key}" for key in ("num_chunks=2", "length=512", "layers=[1]", "heads=[1]", "num_queries=8")]
-    monkeypatch.setattr("sys.argv", ["saap_analysis", "artifacts.kmeans=embedded", "recent=64", "device=cpu", *sizes])
+def test_the_program_prints_each_measure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], here
+) -> None:
+    sizes = [
+        f"eval.analysis.{key}"
+        for key in ("num_chunks=2", "length=512", "layers=[1]", "heads=[1]", "num_queries=8")
+    ]
+    monkeypatch.setattr(
+        "sys.argv",
+        ["saap_analysis", "artifacts.kmeans=embedded", "recent=64", "device=cpu", *sizes],
+    )
     saap_analysis.main()
     rows = {
         (row["layer"], row["kv_head"], row["measure"]): float(row["value"])
         for row in csv.DictReader(capsys.readouterr().out.splitlines())
     }
-    found = {name: value for (layer, head, name), value in rows.items() if (layer, head) == ("1", "1")}
+    found = {
+        name: value for (layer, head, name), value in rows.items() if (layer, head) == ("1", "1")
+    }
     assert len(found) == len(rows)
     assert 0 < found["assigned keys"] < 1
     assert 0 < found["assigned variation"] < 1

@@ -10,14 +10,25 @@ from tests.factory import random_partition, tiny_model
 from tests.methods.gate.random_gates import random_decode_gate
 from tests.sparse import BUCKETS
 
-ROUTED: dict[str, Any] = {"qmodel": random_partition(), "probes": 2, "recent": 5, "dense_layers": (0,)}
+ROUTED: dict[str, Any] = {
+    "qmodel": random_partition(),
+    "probes": 2,
+    "recent": 5,
+    "dense_layers": (0,),
+}
 ALL_BUCKETS = {**ROUTED, "probes": BUCKETS}
 
 
 def generate(model: Any, ids: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
     """Returns the logits of greedy generation ``[tokens, B, vocabulary]``."""
     mask = torch.ones_like(ids) if mask is None else mask
-    arguments = {"max_new_tokens": 20, "do_sample": False, "output_logits": True, "return_dict_in_generate": True, **options}
+    arguments = {
+        "max_new_tokens": 20,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+        **options,
+    }
     inputs = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
     return torch.stack(model.generate(**inputs, **arguments).logits).cpu()
 
@@ -37,5 +48,9 @@ def close(a: Tensor, b: Tensor, tolerance: float = 2e-4) -> None:
 def models(group: int) -> tuple[Any, Any]:
     """A model whose key/value heads serve ``group`` query heads, and random decode gates for it."""
     heads = {1: (2, 2), 2: (4, 2), 4: (4, 1), 7: (7, 1)}[group]
-    sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "hidden_size": 16 * heads[0]}
+    sizes = {
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "hidden_size": 16 * heads[0],
+    }
     return tiny_model(**sizes), random_decode_gate(std=1.0, **sizes)

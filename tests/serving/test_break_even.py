@@ -52,8 +52,12 @@ def test_break_even_length_of_decoding(shipped: None, monkeypatch: pytest.Monkey
         return break_even.decoding_break_even(device, key_bytes, window, share, batch)
 
     assert 25_000 < keys(1) < 31_000
-    assert [keys(batch) for batch in (1, 2, 4, 8, 16, 32)] == sorted((keys(2**i) for i in range(6)), reverse=True)
+    assert [keys(batch) for batch in (1, 2, 4, 8, 16, 32)] == sorted(
+        (keys(2**i) for i in range(6)), reverse=True
+    )
     assert keys(1, share=0.9) > 2**31, "never, if nearly all buckets are read"
     assert keys(1, window=8192) > keys(1)
     monkeypatch.setattr(break_even, "_measured_device", lambda device, measured: -1)
-    assert break_even.decoding_break_even(device, key_bytes, 1, 0.1, 7) == 0, "not measured on such a GPU"
+    assert break_even.decoding_break_even(device, key_bytes, 1, 0.1, 7) == 0, (
+        "not measured on such a GPU"
+    )

@@ -13,7 +13,9 @@ PAGE, PAGES, HEADS, BUCKETS, LAYERS = 4, 8, 2, 5, [1, 3]
 def test_rows_keep_their_sizes_while_their_sequences_go_on(where: str, forgotten: bool) -> None:
     """Rows change places, end, and get the pages of others that were as long."""
     random = torch.Generator().manual_seed(0)
-    buckets = torch.randint(-1, BUCKETS, (3 * PAGES, PAGE, HEADS), dtype=torch.int16, generator=random).to(where)
+    buckets = torch.randint(
+        -1, BUCKETS, (3 * PAGES, PAGE, HEADS), dtype=torch.int16, generator=random
+    ).to(where)
     table = torch.randperm(3 * PAGES, generator=random).view(3, PAGES).int().to(where)
     kv_len = torch.tensor([9, 16, 3], dtype=torch.int32, device=where)
     kept = BucketSizes(LAYERS, 4, HEADS, BUCKETS, PAGE, torch.device(where))
@@ -38,7 +40,9 @@ def test_rows_keep_their_sizes_while_their_sequences_go_on(where: str, forgotten
             for x in (table, kv_len):
                 x.copy_(x[[1, 0, 2]])
         if token == 5:  # another prompt, as long, in the pages of a sequence that has ended
-            buckets[table[0].long()] = torch.randint(0, BUCKETS, (PAGES, PAGE, HEADS), generator=random).short().to(where)
+            buckets[table[0].long()] = (
+                torch.randint(0, BUCKETS, (PAGES, PAGE, HEADS), generator=random).short().to(where)
+            )
             kept.forget()
         if token == 7 and forgotten:
             kept.forget()

@@ -40,13 +40,21 @@ def forward_pass(layer: BucketLayer, new: Tensor, kv_start: Tensor | None) -> No
 def assign(layer: BucketLayer, keys: Tensor, new: Tensor, kv_start: Tensor | None) -> None:
     """Assigns the buckets of ``new``, the last of ``keys``."""
     x: Any = SimpleNamespace(
-        layer=0, k=keys, k_nope=new, num_keys=keys.shape[2], kv_start=kv_start, positions=None, rotates=True
+        layer=0,
+        k=keys,
+        k_nope=new,
+        num_keys=keys.shape[2],
+        kv_start=kv_start,
+        positions=None,
+        rotates=True,
     )
     layer.assign(x)
 
 
 def check_layer(layer: BucketLayer, expected: Tensor, kv_start: Tensor, recent: int) -> None:
-    """Asserts that the layer holds ``expected [B, Hkv, M, 1]``, and that index and dense window hold every unpadded key."""
+    """Asserts that the layer holds ``expected [B, Hkv, M, 1]``, and that index and dense window
+    hold every unpadded key.
+    """
     num_keys = expected.shape[2]
     assert layer.get_seq_length() == num_keys
     assert layer.keys is not None
@@ -84,7 +92,12 @@ event = st.one_of(
     seed=st.integers(0, 2**16),
 )
 def test_every_key_is_kept_once_after_any_operations(
-    prompt: int, padding: int, rebuild_every: int, recent: int, events: list[tuple[str, Any]], seed: int
+    prompt: int,
+    padding: int,
+    rebuild_every: int,
+    recent: int,
+    events: list[tuple[str, Any]],
+    seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     layer = BucketLayer(ModuloRouter(), rebuild_every)
@@ -108,7 +121,10 @@ def test_every_key_is_kept_once_after_any_operations(
             expected, kv_start = expected[value], kv_start[value]
             layer.reorder_cache(torch.LongTensor(value))
         elif name == "repeat" and len(expected) <= 2:
-            expected, kv_start = expected.repeat_interleave(value, 0), kv_start.repeat_interleave(value)
+            expected, kv_start = (
+                expected.repeat_interleave(value, 0),
+                kv_start.repeat_interleave(value),
+            )
             layer.batch_repeat_interleave(value)
         elif name == "select":
             expected, kv_start = expected[value], kv_start[value]
@@ -132,7 +148,11 @@ def test_install_replaces_the_layers_of_a_cache() -> None:
     router = random_partition(BUCKETS, layers=range(LAYERS))
     cache = DynamicCache()
     install_layers(cache, router, num_layers=LAYERS, routed=[1])
-    assert [type(layer).__name__ for layer in cache.layers] == ["GrowingLayer", "BucketLayer", "GrowingLayer"]
+    assert [type(layer).__name__ for layer in cache.layers] == [
+        "GrowingLayer",
+        "BucketLayer",
+        "GrowingLayer",
+    ]
     keys = torch.randn(1, 2, 3, 16)
     cache.update(keys, -keys, 0)
     install_layers(cache, router, num_layers=LAYERS, routed=range(LAYERS))
@@ -142,12 +162,18 @@ def test_install_replaces_the_layers_of_a_cache() -> None:
     held = list(cache.layers)
     install_layers(cache, router, num_layers=LAYERS, routed=[1, 2])
     assert cache.layers == held, "a layer with buckets also serves dense attention"
-    sliding = DynamicCache(config=transformers.MistralConfig(num_hidden_layers=LAYERS, sliding_window=8))
+    sliding = DynamicCache(
+        config=transformers.MistralConfig(num_hidden_layers=LAYERS, sliding_window=8)
+    )
     sliding.update(keys, -keys, 0)
     install_layers(sliding, router, num_layers=LAYERS, served=[0, 2], routed=[1, 2])
     names = ["GrowingLayer", "DynamicSlidingWindowLayer", "BucketLayer"]
-    assert [type(layer).__name__ for layer in sliding.layers] == names, "a window that is not full holds all keys"
-    full = DynamicCache(config=transformers.MistralConfig(num_hidden_layers=LAYERS, sliding_window=3))
+    assert [type(layer).__name__ for layer in sliding.layers] == names, (
+        "a window that is not full holds all keys"
+    )
+    full = DynamicCache(
+        config=transformers.MistralConfig(num_hidden_layers=LAYERS, sliding_window=3)
+    )
     full.update(keys, -keys, 0)
     with pytest.raises(ValueError, match="DynamicSlidingWindowLayer"):
         install_layers(full, router, num_layers=LAYERS)

@@ -1,4 +1,6 @@
-"""Decoding with decode gates: the keys that are read, against a direct computation in fp64, and attached models."""
+"""Decoding with decode gates: the keys that are read, against a direct computation in fp64, and
+attached models.
+"""
 
 from typing import Any
 
@@ -18,7 +20,9 @@ OPTIONS: dict[str, Any] = {"recent": RECENT, "sink": SINK, "dense_layers": (), "
 
 
 def blocks_to_read(gate: Any, x: Any, probes: int, threshold: float | None = None) -> Tensor:
-    """Returns bool ``[Hkv, M]``: what the last query of a prompt reads besides the dense window; scores are the gate's own."""
+    """Returns bool ``[Hkv, M]``: what the last query of a prompt reads besides the dense window;
+    scores are the gate's own.
+    """
     at = x.num_keys - 1
     far = (at - RECENT) // BLOCK + 1
     logits = gate.logits(x, torch.tensor([at]))[0, :, 0, :far]
@@ -31,20 +35,25 @@ def blocks_to_read(gate: Any, x: Any, probes: int, threshold: float | None = Non
 
 @pytest.mark.parametrize("group", [1, 7])
 @pytest.mark.parametrize(("reads", "probes", "threshold"), [
-    ({"probes": 0}, 0, None), ({"probes": 2}, 2, None), ({"keys": 3 * BLOCK + 5}, 3, None), ({"threshold": 0.2}, 0, 0.2),
+    ({"probes": 0}, 0, None), ({"probes": 2}, 2, None), ({"keys": 3 * BLOCK + 5}, 3, None),
+    ({"threshold": 0.2}, 0, 0.2),
 ])  # fmt: skip
 @torch.no_grad()
 def test_a_token_reads_the_best_blocks_and_no_more(
     group: int, reads: dict[str, Any], probes: int, threshold: float | None
 ) -> None:
-    """The first layer's queries do not depend on what is read: there, as many keys are read as said."""
+    """The first layer's queries do not depend on what is read: there, as many keys are read as
+    said.
+    """
     model, gate = models(group)
     ids = random_tokens(1, 230)
     x = inputs_of_layers(model, ids)[0]
     far = blocks_to_read(gate, x, probes, threshold)
     position = torch.arange(230)
     read = far | (position < SINK) | (position > 229 - RECENT)
-    with attach(model, qmodel=gate, measure_recall=True, **OPTIONS | {"dense_layers": (1,)} | reads) as sparse:
+    with attach(
+        model, qmodel=gate, measure_recall=True, **OPTIONS | {"dense_layers": (1,)} | reads
+    ) as sparse:
         cache: Any = DynamicCache()
         model(ids[:, :-1], past_key_values=cache)
         model(ids[:, -1:], past_key_values=cache)
@@ -66,7 +75,9 @@ def decoded(model: Any, ids: Tensor, passes: list[int], cache: Any) -> Tensor:
 
 @torch.no_grad()
 def test_chunks_drafts_and_crops_read_as_one_prompt(where: str) -> None:
-    """However the cache came about, a token reads the same keys, also after an index that held removed ones."""
+    """However the cache came about, a token reads the same keys, also after an index that held
+    removed ones.
+    """
     model, gate = tiny_model().to(where), random_decode_gate(std=1.0)
     ids = random_tokens(1, 200).to(where)
     with attach(model, qmodel=gate, probes=2, **OPTIONS):
@@ -104,7 +115,9 @@ def test_beams_read_as_their_sequences_alone(where: str) -> None:
         close(decoded(model, ids[order], [150], cache), decoded(model, ids[order], [150], expected))
         beams = model.generate(ids, max_new_tokens=8, num_beams=3, do_sample=False)
         for row in range(3):
-            alone = model.generate(ids[row : row + 1], max_new_tokens=8, num_beams=3, do_sample=False)
+            alone = model.generate(
+                ids[row : row + 1], max_new_tokens=8, num_beams=3, do_sample=False
+            )
             assert torch.equal(alone[0], beams[row])
 
 
@@ -121,9 +134,18 @@ def test_what_is_refused() -> None:
         ({"qmodel": gate, "threshold": float("nan")}, "threshold=nan: expected a number"),
         ({"qmodel": gate, "threshold": 0.1, "keys": 32}, "threshold=0.1: keys=32 is given too"),
         ({"qmodel": gate, "threshold": 0.1, "probes": 3}, "threshold=0.1: probes=3 is given too"),
-        ({"select": "quest", "threshold": 0.1}, "threshold=0.1: only decoding with a router uses it"),
-        ({"qmodel": random_decode_gate(num_hidden_layers=3)}, "its num_layers is 3, this model's is 2"),
-        ({"qmodel": random_decode_gate(num_attention_heads=2)}, "its num_heads is 2, this model's is 4"),
+        (
+            {"select": "quest", "threshold": 0.1},
+            "threshold=0.1: only decoding with a router uses it",
+        ),
+        (
+            {"qmodel": random_decode_gate(num_hidden_layers=3)},
+            "its num_layers is 3, this model's is 2",
+        ),
+        (
+            {"qmodel": random_decode_gate(num_attention_heads=2)},
+            "its num_heads is 2, this model's is 4",
+        ),
     ]
     for options, message in cases:
         with pytest.raises(UserError, match=message), attach(model, **options):

@@ -1,4 +1,6 @@
-"""The decision how a pass is computed: by lengths, by what a selection or a router needs, and by what is known of the keys."""
+"""The decision how a pass is computed: by lengths, by what a selection or a router needs, and by
+what is known of the keys.
+"""
 
 import sys
 from types import SimpleNamespace
@@ -16,7 +18,9 @@ ROUTED = SimpleNamespace(layers={1})
 
 
 def dispatch(selection: Any = None, routed: Any = None, shortest: int = 100) -> Dispatch:
-    return Dispatch(selection, routed, dense_below=50, shortest_routed=lambda batch: shortest * batch)
+    return Dispatch(
+        selection, routed, dense_below=50, shortest_routed=lambda batch: shortest * batch
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,14 +31,21 @@ def dispatch(selection: Any = None, routed: Any = None, shortest: int = 100) -> 
         (GATE, 50, 50, {}, (GATE, None)),
         (GATE, 8, 64, {}, (None, BY_CHOICE)),  # every row of it reads all blocks
         (GATE, 9, 64, {}, (GATE, None)),
-        (GATE, 8, 64, {"ends": False}, (GATE, None)),  # the last queries are those of the prompt, not of a chunk
+        # the last queries are those of the prompt, not of a chunk
+        (GATE, 8, 64, {"ends": False}, (GATE, None)),
         (GATE, 64, 80, {"known": False}, (None, FALLBACK)),
-        (GATE, 8, 64, {"known": False}, (None, BY_CHOICE)),  # a choice is not reported as a fallback
-        (UNTRAINED, 64, 80, {"known": False}, (UNTRAINED, None)),  # its scores need no keys before RoPE
+        # a choice is not reported as a fallback
+        (GATE, 8, 64, {"known": False}, (None, BY_CHOICE)),
+        # its scores need no keys before RoPE
+        (UNTRAINED, 64, 80, {"known": False}, (UNTRAINED, None)),
     ],
 )
 def test_the_decision_for_a_prompt(
-    selection: Any, queries: int, keys: int, given: dict[str, bool], decision: tuple[Any, str | None]
+    selection: Any,
+    queries: int,
+    keys: int,
+    given: dict[str, bool],
+    decision: tuple[Any, str | None],
 ) -> None:
     assert dispatch(selection=selection).decide_prompt(queries, keys, **given) == decision
 
@@ -54,16 +65,29 @@ def test_the_decision_for_a_prompt(
     ],
 )
 def test_the_decision_for_new_tokens(
-    routed: Any, layer: int, keys: int | None, batch: int, known: bool, decision: tuple[Any, str | None]
+    routed: Any,
+    layer: int,
+    keys: int | None,
+    batch: int,
+    known: bool,
+    decision: tuple[Any, str | None],
 ) -> None:
     assert dispatch(routed=routed).decide_tokens(layer, keys, batch, known=known) == decision
 
 
 @pytest.mark.parametrize(
     ("queries", "keys", "with_router", "without"),
-    [(1, 1, True, True), (1, 9, False, False), (2, 9, False, True), (32, 99, False, True), (33, 99, True, True)],
+    [
+        (1, 1, True, True),
+        (1, 9, False, False),
+        (2, 9, False, True),
+        (32, 99, False, True),
+        (33, 99, True, True),
+    ],
 )
-def test_more_tokens_than_read_buckets_are_a_prompt(queries: int, keys: int, with_router: bool, without: bool) -> None:
+def test_more_tokens_than_read_buckets_are_a_prompt(
+    queries: int, keys: int, with_router: bool, without: bool
+) -> None:
     assert dispatch(routed=ROUTED).is_prompt(queries, keys) is with_router
     assert dispatch(selection=GATE).is_prompt(queries, keys) is without
 
@@ -86,4 +110,6 @@ def test_sequences_that_are_too_short_for_buckets() -> None:
         found = dispatch(routed=ROUTED, shortest=shortest).short_sequences(2, keys, given)
         assert found is not None
         assert found.tolist() == expected
-    assert dispatch(routed=ROUTED, shortest=0).short_sequences(2, lengths) is None, "nothing is compared on the device"
+    assert dispatch(routed=ROUTED, shortest=0).short_sequences(2, lengths) is None, (
+        "nothing is compared on the device"
+    )

@@ -1,4 +1,6 @@
-"""Every way to generate over the cache: beams, drafts, static caches, turns, 10,000 tokens, caches from elsewhere."""
+"""Every way to generate over the cache: beams, drafts, static caches, turns, 10,000 tokens, caches
+from elsewhere.
+"""
 
 import copy
 from typing import Any
@@ -22,9 +24,14 @@ from tests.sparse import NEAREST_HALF, gate_for
 @torch.no_grad()
 @pytest.mark.parametrize(
     "options",
-    [{"num_beams": 3, "num_return_sequences": 2, "output_logits": False}, {"num_return_sequences": 3, "do_sample": True}],
+    [
+        {"num_beams": 3, "num_return_sequences": 2, "output_logits": False},
+        {"num_return_sequences": 3, "do_sample": True},
+    ],
 )
-def test_rows_that_are_repeated_and_reordered(options: dict[str, Any], where: str, small_buffers: None) -> None:
+def test_rows_that_are_repeated_and_reordered(
+    options: dict[str, Any], where: str, small_buffers: None
+) -> None:
     model = tiny_model().to(where)
     ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (40, 33)])
     arguments = {"max_new_tokens": 30, "do_sample": False, **options}
@@ -41,7 +48,9 @@ def test_rows_that_are_repeated_and_reordered(options: dict[str, Any], where: st
 
 
 def of_density(density: float) -> dict[str, Any]:
-    """Options for a share of the keys: buckets are chosen by this density; a tiny one admits every bucket."""
+    """Options for a share of the keys: buckets are chosen by this density; a tiny one admits every
+    bucket.
+    """
     router = QModel(random_partition(), 2, 16).requires_grad_(False).eval()
     router.thresholds = KeyThresholds([0.2], [density])
     return {**ROUTED, "qmodel": router, "probes": None, "keys": 0.2}
@@ -50,9 +59,13 @@ def of_density(density: float) -> dict[str, Any]:
 @torch.no_grad()
 @pytest.mark.parametrize("drafts", ["prompt lookup", "assistant"])
 @pytest.mark.parametrize(
-    ("everything", "some"), [(ALL_BUCKETS, ROUTED), (of_density(1e-9), of_density(1.2))], ids=["probes", "keys"]
+    ("everything", "some"),
+    [(ALL_BUCKETS, ROUTED), (of_density(1e-9), of_density(1.2))],
+    ids=["probes", "keys"],
 )
-def test_drafts_are_verified_with_routed_queries(drafts: str, everything: Any, some: Any, where: str) -> None:
+def test_drafts_are_verified_with_routed_queries(
+    drafts: str, everything: Any, some: Any, where: str
+) -> None:
     model = tiny_model(max_position_embeddings=1024).to(where)
     options: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
     if drafts == "assistant":
@@ -61,7 +74,9 @@ def test_drafts_are_verified_with_routed_queries(drafts: str, everything: Any, s
     plain = {"max_new_tokens": 40, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     dense = model.generate(ids, **plain)
     for sparsity, router in ((0.0, everything), (0.5, some)):
-        with attach(model, gate=gate_for(model), select=SelectConfig(sparsity=sparsity), **router) as sparse:
+        with attach(
+            model, gate=gate_for(model), select=SelectConfig(sparsity=sparsity), **router
+        ) as sparse:
             drafted, stats = model.generate(ids, **plain, **options), sparse.stats()
         assert stats["dense_fallbacks"] == 0
         assert torch.equal(drafted, dense) == (sparsity == 0)
@@ -71,10 +86,14 @@ def test_drafts_are_verified_with_routed_queries(drafts: str, everything: Any, s
 @torch.no_grad()
 @pytest.mark.parametrize("dense_below", [0, 40])
 def test_rows_of_a_batch_are_read_as_alone(dense_below: int, where: str) -> None:
-    """A row that is too short for buckets reads all of its keys, however long the others are; its padding does not count."""
+    """A row that is too short for buckets reads all of its keys, however long the others are; its
+    padding does not count.
+    """
     model, rows = tiny_model().to(where), [random_tokens(1, n, seed=n)[0] for n in (70, 12)]
     ids, mask = left_padded(rows)
-    blocks: dict[str, Any] = {} if dense_below else {"gate": gate_for(model), "select": NEAREST_HALF}
+    blocks: dict[str, Any] = (
+        {} if dense_below else {"gate": gate_for(model), "select": NEAREST_HALF}
+    )
     with attach(model, **ROUTED, **blocks, dense_below=dense_below):
         batch = generate(model, ids, mask)
         for number, row in enumerate(rows):
@@ -84,13 +103,19 @@ def test_rows_of_a_batch_are_read_as_alone(dense_below: int, where: str) -> None
 @torch.no_grad()
 def test_pad_tokens_in_a_text_are_tokens(where: str) -> None:
     """Also those that an attached assistant generates; padding is what stands before a text."""
-    model, assistant, ids = tiny_model().to(where), tiny_model(seed=1).to(where), random_tokens(1, 50).to(where)
+    model, assistant, ids = (
+        tiny_model().to(where),
+        tiny_model(seed=1).to(where),
+        random_tokens(1, 50).to(where),
+    )
     plain = {"max_new_tokens": 20, "do_sample": False}
     given = model.generate(ids, **plain, attention_mask=torch.ones_like(ids))
     pad = int(given[0, 55])
     assistant.generation_config.pad_token_id = model.generation_config.pad_token_id = pad
     with attach(assistant, **ROUTED):
-        drafted = model.generate(ids, **plain, attention_mask=torch.ones_like(ids), assistant_model=assistant)
+        drafted = model.generate(
+            ids, **plain, attention_mask=torch.ones_like(ids), assistant_model=assistant
+        )
     assert torch.equal(drafted, given)
     text = torch.cat([torch.full_like(ids[:, :7], pad), given], 1)
     mask = (torch.arange(text.shape[1], device=where) >= 7).long()[None]
@@ -110,7 +135,9 @@ def test_static_caches(family: str, where: str) -> None:
     model = tiny_model(family).to(where)
     ids = random_tokens(2, 60)
     dense = generate(model, ids)
-    with attach(model, gate=gate_for(model), select=SelectConfig(sparsity=0.0), **ALL_BUCKETS) as sparse:
+    with attach(
+        model, gate=gate_for(model), select=SelectConfig(sparsity=0.0), **ALL_BUCKETS
+    ) as sparse:
         close(generate(model, ids, cache_implementation="static"), dense)
         own = StaticCache(config=model.config, max_cache_len=90)
         close(generate(model, ids, past_key_values=own), dense)
@@ -130,13 +157,19 @@ def test_static_caches(family: str, where: str) -> None:
 
 @torch.no_grad()
 def test_turns_over_one_cache(where: str, small_buffers: None) -> None:
-    """Chunked prompt, tokens, crop, another turn, another batch: the steps are those of the cache as it is then."""
+    """Chunked prompt, tokens, crop, another turn, another batch: the steps are those of the cache
+    as it is then.
+    """
     model = tiny_model(max_position_embeddings=1024).to(where)
     text = random_tokens(1, 300).to(where)
     dense = model(text).logits
     cache = DynamicCache(config=model.config)
-    with attach(model, gate=gate_for(model), select=SelectConfig(sparsity=0.0), **ALL_BUCKETS) as sparse:
-        pieces = [model(part, past_key_values=cache).logits for part in text[:, :96].split(48, dim=1)]
+    with attach(
+        model, gate=gate_for(model), select=SelectConfig(sparsity=0.0), **ALL_BUCKETS
+    ) as sparse:
+        pieces = [
+            model(part, past_key_values=cache).logits for part in text[:, :96].split(48, dim=1)
+        ]
         pieces += [model(text[:, i : i + 1], past_key_values=cache).logits for i in range(96, 120)]
         cache.crop(-10)
         pieces = [torch.cat(pieces, dim=1)[:, :110]]
@@ -151,7 +184,10 @@ def test_turns_over_one_cache(where: str, small_buffers: None) -> None:
         pieces += [model(text[:, i : i + 1], past_key_values=cache).logits for i in range(230, 260)]
         close(torch.cat(pieces, dim=1), dense[:, :260])
         shared.batch_repeat_interleave(2)
-        both = [model(text[:, i : i + 1].expand(2, -1), past_key_values=shared).logits for i in range(230, 250)]
+        both = [
+            model(text[:, i : i + 1].expand(2, -1), past_key_values=shared).logits
+            for i in range(230, 250)
+        ]
         close(torch.cat(both, dim=1), dense[:, 230:250].expand(2, -1, -1))
         assert sparse.stats()["dense_fallbacks"] == 0
         assert sparse.stats()["selectivity"] == 1

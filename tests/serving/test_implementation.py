@@ -1,4 +1,6 @@
-"""``attn_implementation="msattn"``: the first use enables a model with what its config.json names, exactly as attach does."""
+"""``attn_implementation="msattn"``: the first use enables a model with what its config.json names,
+exactly as attach does.
+"""
 
 import gc
 import shutil
@@ -36,7 +38,12 @@ def generate(model: Any, ids: Tensor) -> Any:
 def generate_batch(model: Any, ids: Tensor) -> Any:
     config = Sparse.batching_config(num_blocks=8, max_batch_tokens=1024)
     answers = model.generate_batch(
-        ids.tolist(), max_new_tokens=4, eos_token_id=-1, pad_token_id=0, do_sample=False, continuous_batching_config=config
+        ids.tolist(),
+        max_new_tokens=4,
+        eos_token_id=-1,
+        pad_token_id=0,
+        do_sample=False,
+        continuous_batching_config=config,
     )
     return [each.generated_tokens for each in answers.values()]
 
@@ -57,11 +64,15 @@ def loaded(folder: Path, implementation: str = "msattn") -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation)
 
 
-@pytest.mark.parametrize("use", [generate, *(pytest.param(each, marks=pytest.mark.slow) for each in (logits, generate_batch))])
+@pytest.mark.parametrize(
+    "use",
+    [generate, *(pytest.param(each, marks=pytest.mark.slow) for each in (logits, generate_batch))],
+)
 @torch.no_grad()
 def test_the_first_use_is_that_of_attach(folder: Path, use: Callable[[Any, Tensor], Any]) -> None:
     ids = random_tokens(1, 600)
-    ids[0, [0, 400]] = 0  # padding, and a token of the text that generate takes for padding unless the model is attached
+    # padding, and a token of the text that generate takes for padding unless the model is attached
+    ids[0, [0, 400]] = 0
     model, dense = loaded(folder), loaded(folder, "sdpa")
     found = use(model, ids)
     with msattn.attach(dense, gate=folder, qmodel=folder, **SERVED) as sparse:
@@ -76,15 +87,23 @@ def test_the_first_use_is_that_of_attach(folder: Path, use: Callable[[Any, Tenso
 
 
 @torch.no_grad()
-def test_without_settings_a_selection_without_training_serves_and_other_layers_keep_their_attention() -> None:
+def test_without_settings_a_selection_without_training_serves_some_layers() -> None:
     msattn.register()
     config = tiny_config("gemma3_text")
-    config.sparse_attention_config = {"config_groups": {"group_0": {"algorithm": "skip_softmax", "targets": ["Attention"]}}}
-    model, ids = AutoModelForCausalLM.from_config(config, attn_implementation="msattn").eval(), random_tokens(1, 240)
+    config.sparse_attention_config = {
+        "config_groups": {"group_0": {"algorithm": "skip_softmax", "targets": ["Attention"]}}
+    }
+    model, ids = (
+        AutoModelForCausalLM.from_config(config, attn_implementation="msattn").eval(),
+        random_tokens(1, 240),
+    )
     dense = tiny_model("gemma3_text")
     dense.load_state_dict(model.state_dict())
     copied = deepcopy(model)
-    with pytest.warns(ModelWarning, match="has no msattn settings: prompts use the training-free selection vertical_slash"):
+    with pytest.warns(
+        ModelWarning,
+        match="has no msattn settings: prompts use the training-free selection vertical_slash",
+    ):
         found = model(ids).logits
     with msattn.attach(dense, select="vertical_slash"):
         assert torch.equal(found, dense(ids).logits)
@@ -114,5 +133,8 @@ def test_what_cannot_be_served_is_never_dense(folder: Path) -> None:
     other = loaded(folder, "sdpa")
     other.set_attn_implementation("msattn")
     for each in (other, AutoModel.from_pretrained(folder, attn_implementation="msattn")):
-        with pytest.raises(UserError, match="attn_implementation='msattn' is for from_pretrained and a model with its head"):
+        with pytest.raises(
+            UserError,
+            match="attn_implementation='msattn' is for from_pretrained and a model with its head",
+        ):
             each(ids)

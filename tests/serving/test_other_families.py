@@ -1,4 +1,6 @@
-"""Decoding of the families whose layers are not Llama's: never in a step, with one warning on a GPU."""
+"""Decoding of the families whose layers are not Llama's: never in a step, with one warning on a
+GPU.
+"""
 
 import warnings
 
@@ -17,13 +19,18 @@ def test_tokens_are_decoded_in_ordinary_passes(family: str, where: str) -> None:
     model = tiny_model(family).to(where)
     ids, mask = left_padded([random_tokens(1, n, seed=n)[0] for n in (70, 41)])
     dense = generate(model, ids, mask, max_new_tokens=8)
-    with warnings.catch_warnings(record=True) as caught, attached(model, sparsity=0.0, probes=BUCKETS) as sparse:
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        attached(model, sparsity=0.0, probes=BUCKETS) as sparse,
+    ):
         warnings.simplefilter("always")
         close(generate(model, ids, mask, max_new_tokens=8), dense)
         stats = sparse.stats()
     assert (stats["graph_steps"], stats["eager_steps"], stats["dense_fallbacks"]) == (0, 7, 0)
     assert (stats["sparsity"], stats["selectivity"]) == (0, 1)
-    assert sum("runs without CUDA graphs" in str(each.message) for each in caught) == (where == "cuda")
+    assert sum("runs without CUDA graphs" in str(each.message) for each in caught) == (
+        where == "cuda"
+    )
 
 
 @pytest.mark.parametrize("family", [*OTHER_FAMILIES, "mistral"])

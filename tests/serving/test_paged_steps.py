@@ -1,4 +1,6 @@
-"""Passes of one new token for each sequence over a paged cache, whose description reads nothing back from the device."""
+"""Passes of one new token for each sequence over a paged cache, whose description reads nothing
+back from the device.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,17 +42,24 @@ class Step:
         return slots // PAGE, slots % PAGE
 
     def of_new_tokens(self) -> PagedPass:
-        return self.sparse.paged.begin_new_tokens(self.state, *self.places, self.table, self.kv_len, LONGEST)
+        return self.sparse.paged.begin_new_tokens(
+            self.state, *self.places, self.table, self.kv_len, LONGEST
+        )
 
     def of_tables(self) -> PagedPass:
         cu_queries = torch.arange(len(self.kv_len) + 1, dtype=torch.int32)
-        return self.sparse.paged.begin_tables(self.state, *self.places, self.table, cu_queries, self.kv_len)
+        return self.sparse.paged.begin_tables(
+            self.state, *self.places, self.table, cu_queries, self.kv_len
+        )
 
     def attend(self, now: PagedPass) -> Tensor:
         """Returns the attention of the layers, ``[layers, 1, Hq, T, D]``."""
         q, k, v = (x[:, :, : len(self.slots)] for x in self.qkv)
         cos = torch.ones(1, len(self.slots), SIZE, device=q.device)
-        inputs = (LayerInputs(layer, q, k, v, q, k, cos, cos, SIZE**-0.5, None, now) for layer in self.state.caches)
+        inputs = (
+            LayerInputs(layer, q, k, v, q, k, cos, cos, SIZE**-0.5, None, now)
+            for layer in self.state.caches
+        )
         return torch.stack([self.sparse.paged.attend(x) for x in inputs])
 
     def lengthen(self, lengths: list[int]) -> None:
@@ -68,7 +77,9 @@ def step(*, requests: int, device: str = "cpu") -> Iterator[Step]:
     torch.manual_seed(0)
     model = tiny_model().to(device)
     options: dict[str, Any] = {"probes": 1, "recent": 8, "sink": 1, "dense_layers": ()}
-    with attach(model, gate=gate_for(model), select=EVERY_BLOCK, qmodel=random_partition(), **options) as sparse:
+    with attach(
+        model, gate=gate_for(model), select=EVERY_BLOCK, qmodel=random_partition(), **options
+    ) as sparse:
         pages = (PAGES, PAGE, HEADS, SIZE)
         caches = {layer: tuple(random(pages, pages, device=device)) for layer in range(2)}
         state = PagedState(caches, **sparse.paged.state_options(model.config, requests))
@@ -76,8 +87,14 @@ def step(*, requests: int, device: str = "cpu") -> Iterator[Step]:
             buckets.random_(random_partition().num_buckets)
         table = torch.zeros(requests, LONGEST // PAGE, dtype=torch.int32, device=device)
         table[: len(LENGTHS)] = torch.arange(1, PAGES).view(len(LENGTHS), -1)
-        qkv = list(random(*((1, heads, REQUESTS, SIZE) for heads in (2 * HEADS, HEADS, HEADS)), device=device))
-        made = Step(sparse, state, table.new_zeros(requests).long(), table, table.new_zeros(requests), qkv)
+        qkv = list(
+            random(
+                *((1, heads, REQUESTS, SIZE) for heads in (2 * HEADS, HEADS, HEADS)), device=device
+            )
+        )
+        made = Step(
+            sparse, state, table.new_zeros(requests).long(), table, table.new_zeros(requests), qkv
+        )
         made.lengthen(LENGTHS)
         sparse.paged.create_counters(state)
         yield made
@@ -101,9 +118,13 @@ def test_padded_passes_of_new_tokens_compute_what_general_ones_do() -> None:
         assert padded.sparse.stats()["selectivity"] == share < 1
     torch.testing.assert_close(got[..., : len(LENGTHS), :], expected)
     unpooled = {tuple(place) for place in (~padded.state.is_pooled).nonzero().tolist()}
-    assert unpooled == set(zip(now.pages.tolist(), (now.offsets // padded.state.block_size).tolist(), strict=True))
+    assert unpooled == set(
+        zip(now.pages.tolist(), (now.offsets // padded.state.block_size).tolist(), strict=True)
+    )
     for layer in padded.state.caches:
-        of_slots = ((*step.state.caches[layer], step.state.buckets[layer]) for step in (padded, general))
+        of_slots = (
+            (*step.state.caches[layer], step.state.buckets[layer]) for step in (padded, general)
+        )
         assert all(torch.equal(own[1:], other[1:]) for own, other in zip(*of_slots, strict=True))
 
 
@@ -125,9 +146,18 @@ def test_prompts_that_follow_one_another_are_a_slice(
         cu_queries = torch.tensor([0, *queries]).cumsum(0).int()
         pages = offsets = torch.zeros(sum(queries), dtype=torch.long)
         now = PagedPass.from_tables(
-            made.state, pages, offsets, made.table, cu_queries, lengths, is_sparse=lambda item: item.queries in sparse
+            made.state,
+            pages,
+            offsets,
+            made.table,
+            cu_queries,
+            lengths,
+            is_sparse=lambda item: item.queries in sparse,
         )
-    got = [each.tokens if isinstance(each.tokens, slice) else each.tokens.tolist() for each in now.prompts]
+    got = [
+        each.tokens if isinstance(each.tokens, slice) else each.tokens.tolist()
+        for each in now.prompts
+    ]
     assert sorted(got, key=str) == sorted(tokens, key=str)
 
 
@@ -141,7 +171,9 @@ def test_passes_of_new_tokens_wait_for_no_device() -> None:
 
 @pytest.mark.gpu
 def test_cuda_graph() -> None:
-    """A captured pass follows in-place changes of the lengths, and counts the keys of each replay."""
+    """A captured pass follows in-place changes of the lengths, and counts the keys of each
+    replay.
+    """
     with step(requests=REQUESTS, device="cuda") as made:
         made.attend(made.of_new_tokens())  # compiles the kernels
         graph = torch.cuda.CUDAGraph()
@@ -153,4 +185,6 @@ def test_cuda_graph() -> None:
             graph.replay()
             assert made.sparse.stats()["selectivity"] != before
             replayed = got[..., : len(lengths), :].clone()
-            torch.testing.assert_close(replayed, made.attend(made.of_new_tokens())[..., : len(lengths), :], rtol=0, atol=0)
+            torch.testing.assert_close(
+                replayed, made.attend(made.of_new_tokens())[..., : len(lengths), :], rtol=0, atol=0
+            )

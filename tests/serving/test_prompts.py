@@ -1,4 +1,6 @@
-"""Tests of prompts as CUDA graphs, which a CPU emulates: a replay launches the captured kernels again."""
+"""Tests of prompts as CUDA graphs, which a CPU emulates: a replay launches the captured kernels
+again.
+"""
 
 import copy
 from collections.abc import Iterator

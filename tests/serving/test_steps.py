@@ -1,4 +1,6 @@
-"""Decoding steps with lengths on the device: the results of ordinary passes, with and without CUDA graphs."""
+"""Decoding steps with lengths on the device: the results of ordinary passes, with and without CUDA
+graphs.
+"""
 
 import copy
 import warnings
@@ -19,7 +21,10 @@ from tests.methods.gate.random_gates import random_decode_gate
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate
 from tests.sparse import gate_for
 
-MOSTLY_SLOW = [FAMILIES[0], *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:])]
+MOSTLY_SLOW = [
+    FAMILIES[0],
+    *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:]),
+]
 
 
 @torch.no_grad()
@@ -48,11 +53,23 @@ def decode_gate(**reads: Any) -> dict[str, Any]:
     ("family", "options"),
     [
         *(pytest.param(family, ROUTED, marks=pytest.mark.slow) for family in FAMILIES[1:]),
-        *(("llama", options) for options in (ROUTED, decode_gate(probes=1), decode_gate(keys=0.2), decode_gate(threshold=0.3))),
+        *(
+            ("llama", options)
+            for options in (
+                ROUTED,
+                decode_gate(probes=1),
+                decode_gate(keys=0.2),
+                decode_gate(threshold=0.3),
+            )
+        ),
     ],
 )
 def test_steps_equal_ordinary_passes(
-    family: str, options: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch, small_buffers: None
+    family: str,
+    options: dict[str, Any],
+    where: str,
+    monkeypatch: pytest.MonkeyPatch,
+    small_buffers: None,
 ) -> None:
     """With few buckets or blocks, through growth of the buffers and new indices."""
     model = tiny_model(family).to(where)
@@ -71,7 +88,9 @@ def test_steps_equal_ordinary_passes(
 
 @torch.no_grad()
 def test_a_mask_that_changes(where: str) -> None:
-    """A step that was launched for the padding of the last token is run again for another padding."""
+    """A step that was launched for the padding of the last token is run again for another
+    padding.
+    """
     model = tiny_model().to(where)
     ids, mask = random_tokens(1, 70).to(where), torch.ones(1, 70, dtype=torch.long, device=where)
     with attach(model, **ALL_BUCKETS):
@@ -117,7 +136,8 @@ def test_an_exception_leaves_the_model_as_it_was(where: str) -> None:
     dense = generate(model, ids)
     forwards = {name for name, module in model.named_modules() if "forward" in vars(module)}
     if where == "cuda":
-        with attach(model, **ROUTED):  # the stream on which steps are captured gets its workspaces, which stay
+        # the stream on which steps are captured gets its workspaces, which stay
+        with attach(model, **ROUTED):
             generate(model, ids)
     memory = torch.cuda.memory_allocated() if where == "cuda" else 0
 
@@ -138,7 +158,9 @@ def test_an_exception_leaves_the_model_as_it_was(where: str) -> None:
 
 
 @torch.no_grad()
-def test_a_step_that_was_interrupted_is_run_again(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_was_interrupted_is_run_again(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model().to(where)
     text, cache = random_tokens(1, 80).to(where), DynamicCache(config=model.config)
     dense = model(text).logits

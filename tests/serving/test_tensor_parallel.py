@@ -1,4 +1,6 @@
-"""attach on a model that transformers divides among two ranks (``tp_plan="auto"``): as on the whole model."""
+"""attach on a model that transformers divides among two ranks (``tp_plan="auto"``): as on the whole
+model.
+"""
 
 from pathlib import Path
 
@@ -23,7 +25,8 @@ from tests.factory import random_partition, random_tokens
 from tests.methods.gate.random_gates import config, decode_config, noisy_gate, random_decode_gate
 
 warnings.simplefilter("ignore")
-whole, divided = (AutoModelForCausalLM.from_pretrained(sys.argv[1], **plan).eval() for plan in ({}, {"tp_plan": "auto"}))
+whole, divided = (AutoModelForCausalLM.from_pretrained(sys.argv[1], **plan).eval() for plan in ({},
+    {"tp_plan": "auto"}))
 torch.manual_seed(0)
 gate = noisy_gate(config(), std=0.3).requires_grad_(False)
 decode_gate = random_decode_gate(decode_config(qk_norm=True))
@@ -43,10 +46,12 @@ ids = random_tokens(1, 150)
 
 def generate(model, options):
     with attach(model, dense_below=0, **options) as sparse:
-        options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 3}
+        options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True,
+        "max_new_tokens": 3}
         first = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         ids_of_second = torch.cat([first.sequences, ids[:, :20]], dim=1)
-        options |= {"past_key_values": first.past_key_values, "attention_mask": torch.ones_like(ids_of_second)}
+        options |= {"past_key_values": first.past_key_values,
+        "attention_mask": torch.ones_like(ids_of_second)}
         second = model.generate(ids_of_second, **options)
         stats = sparse.stats()
         assert (stats["sparsity"] or 0) > 0.2 or (stats["selectivity"] or 1) < 0.9, stats
@@ -55,7 +60,8 @@ def generate(model, options):
 
 with torch.no_grad():
     for name, options in attached.items():
-        torch.testing.assert_close(generate(divided, options), generate(whole, options), rtol=1e-4, atol=1e-4, msg=name)
+        torch.testing.assert_close(generate(divided, options), generate(whole, options), rtol=1e-4,
+            atol=1e-4, msg=name)
     try:
         with attach(divided, select=Selection.from_config(SelectConfig(), gate)):
             pass
@@ -68,4 +74,7 @@ with torch.no_grad():
 def test_two_ranks_compute_what_one_process_does(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path / "model")
     printed = Job(SCRIPT, tmp_path, tmp_path / "model", processes=2).output()
-    assert "select: a Selection with a gate cannot be divided among ranks; give gate= and a SelectConfig" in printed
+    assert (
+        "select: a Selection with a gate cannot be divided among ranks; give gate= and a "
+        "SelectConfig" in printed
+    )

@@ -1,4 +1,6 @@
-"""Decoding with routers without training: the keys that are read, against a direct computation in fp64."""
+"""Decoding with routers without training: the keys that are read, against a direct computation in
+fp64.
+"""
 
 from contextlib import nullcontext
 from typing import Any
@@ -38,7 +40,8 @@ ROUTERS: dict[str, Any] = {
     "clusters": lambda layers: KeyClusters(BUCKETS, layers, KV_HEADS),
     "twilight": lambda layers: TopPKeys(BUCKETS, layers, KV_HEADS),
 }
-PARTIAL = ("lsh", "twilight")  # with all probes, they read the keys that collide, and those that hold enough attention
+# with all probes, they read the keys that collide, and those that hold enough attention
+PARTIAL = ("lsh", "twilight")
 
 
 def generator(seed: int) -> torch.Generator:
@@ -51,15 +54,25 @@ def products(q: Tensor, k: Tensor, softcap: float | None) -> Tensor:
     return scores if softcap is None else softcap * (scores / softcap).tanh()
 
 
-def routed_decoding(router: Any, budget: Any, statistics: Statistics, **options: Any) -> RoutedDecoding:
+def routed_decoding(
+    router: Any, budget: Any, statistics: Statistics, **options: Any
+) -> RoutedDecoding:
     options |= {"recent": RECENT, "sink": SINK, "layers": frozenset({0}), "measure_recall": False}
     return RoutedDecoding(router=router, budget=budget, statistics=statistics, **options)
 
 
 def decode(
-    router: Any, k: Tensor, q: Tensor, padding: Tensor | None, budget: Any, softcap: Any = None, **options: Any
+    router: Any,
+    k: Tensor,
+    q: Tensor,
+    padding: Tensor | None,
+    budget: Any,
+    softcap: Any = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, int]:
-    """Decodes the last of the keys after a prompt of the others; returns the output, keys read ``[B, Hkv]``, and window."""
+    """Decodes the last of the keys after a prompt of the others; returns the output, keys read
+    ``[B, Hkv]``, and window.
+    """
     cache, statistics = DynamicCache(), Statistics()
     install_layers(cache, router, num_layers=1, routed=[0], rebuild_every=8)
     layer: Any = cache.layers[0]
@@ -73,23 +86,35 @@ def decode(
     return out, statistics.key_counts(layer.keys), layer.window(RECENT)
 
 
-def keys_to_read(name: str, router: Any, k: Tensor, q: Tensor, window: int, probes: int, softcap: float | None) -> list[Tensor]:
-    """Returns bool ``[M]`` for each key/value head of one sequence: ``k [1, Hkv, M, D]``, ``q [1, Hq, 1, D]``."""
+def keys_to_read(
+    name: str, router: Any, k: Tensor, q: Tensor, window: int, probes: int, softcap: float | None
+) -> list[Tensor]:
+    """Returns bool ``[M]`` for each key/value head of one sequence: ``k [1, Hkv, M, D]``,
+    ``q [1, Hq, 1, D]``.
+    """
     num_keys, read = k.shape[2], []
     position = torch.arange(num_keys)
     for head in range(KV_HEADS):
         own, queries = k[0, head], q[0, 2 * head : 2 * head + 2, 0]
         if name in ("window", "quest"):
             far = [page for page in range(-(-num_keys // PAGE)) if PAGE * page < num_keys - window]
-            parts = {page: own[PAGE * page : min(PAGE * page + PAGE, num_keys - 1)] for page in far}  # without the newest key
-            bounds = {page: torch.maximum(queries * part.amax(0), queries * part.amin(0)).sum() for page, part in parts.items()}
+            # without the newest key
+            parts = {page: own[PAGE * page : min(PAGE * page + PAGE, num_keys - 1)] for page in far}
+            bounds = {
+                page: torch.maximum(queries * part.amax(0), queries * part.amin(0)).sum()
+                for page, part in parts.items()
+            }
             best = sorted(far, key=lambda page: -page if name == "window" else -float(bounds[page]))
             count = min(len(far), max(min(probes, 1), int(probes * len(far) / BUCKETS + 0.5)))
             chosen = torch.isin(position // PAGE, torch.tensor(best[:count]))
         elif name == "lsh":
             far = max(0, num_keys - window)
             prompt = (own[:-1] - own[:-1].mean(0)).float()  # without the newest key
-            second = ((router.codes(prompt) == router.codes(queries)[:, None]).cumsum(-1) >= 2).sum(-1).amax(0)[:far]
+            second = (
+                ((router.codes(prompt) == router.codes(queries)[:, None]).cumsum(-1) >= 2)
+                .sum(-1)
+                .amax(0)[:far]
+            )
             count = min(far, max(min(probes, 1), int(probes * far / BUCKETS + 0.5)))
             best = second.argsort(descending=True, stable=True)[:count]
             chosen = torch.isin(position, best[second[best] > 0])
@@ -99,14 +124,25 @@ def keys_to_read(name: str, router: Any, k: Tensor, q: Tensor, window: int, prob
             for _ in range(ITERATIONS):
                 nearest = torch.cdist(prompt, means).argmin(-1)
                 members = [prompt[nearest == number] for number in range(len(means))]
-                means = torch.stack([part.mean(0) if len(part) else old for part, old in zip(members, means, strict=True)])
+                means = torch.stack(
+                    [
+                        part.mean(0) if len(part) else old
+                        for part, old in zip(members, means, strict=True)
+                    ]
+                )
             sizes = nearest.bincount(minlength=len(means))
             weights = products(queries, means, softcap).exp()
-            density = (weights / (weights * sizes).sum(-1, keepdim=True)).sum(0).masked_fill(sizes == 0, -1)
+            density = (
+                (weights / (weights * sizes).sum(-1, keepdim=True))
+                .sum(0)
+                .masked_fill(sizes == 0, -1)
+            )
             filled = int((sizes > 0).sum())
             count = min(filled, max(min(probes, 1), int(probes * filled / BUCKETS + 0.5)))
             read_numbers = density.argsort(descending=True)[:count]
-            chosen = torch.isin(torch.cat([nearest, torch.full((num_keys - len(prompt),), -1)]), read_numbers)
+            chosen = torch.isin(
+                torch.cat([nearest, torch.full((num_keys - len(prompt),), -1)]), read_numbers
+            )
         elif name == "twilight":
             far = max(0, num_keys - window)
             low, high = own[:far].amin(1, keepdim=True), own[:far].amax(1, keepdim=True)
@@ -116,40 +152,65 @@ def keys_to_read(name: str, router: Any, k: Tensor, q: Tensor, window: int, prob
             best = mass.argsort(descending=True)[:count]
             chosen = torch.isin(position, best[mass[best].cumsum(0) - mass[best] < 0.95])
         else:
-            buckets = torch.cat([router.assign(0, k[:, :, i : i + 1], k[:, :, i : i + 1])[0, head] for i in range(num_keys)])
+            buckets = torch.cat(
+                [
+                    router.assign(0, k[:, :, i : i + 1], k[:, :, i : i + 1])[0, head]
+                    for i in range(num_keys)
+                ]
+            )
             best = router.scores(0, q, q)[0, head].argsort(descending=True)[:probes]
             chosen = torch.isin(buckets, best.int())
         read.append(chosen | (position < SINK) | (position >= num_keys - window))
     return read
 
 
-@pytest.mark.parametrize(("name", "softcap"), [*dict.fromkeys(ROUTERS).items(), ("clusters", 0.3), ("twilight", 0.3)])
+@pytest.mark.parametrize(
+    ("name", "softcap"), [*dict.fromkeys(ROUTERS).items(), ("clusters", 0.3), ("twilight", 0.3)]
+)
 @pytest.mark.parametrize(
     ("lengths", "probes"),
-    [((1,), 3), ((65,), 0), ((65,), BUCKETS), ((63, 200), 3), ((180, 200), 0), ((180, 200), 3), ((180, 200), BUCKETS)],
+    [
+        ((1,), 3),
+        ((65,), 0),
+        ((65,), BUCKETS),
+        ((63, 200), 3),
+        ((180, 200), 0),
+        ((180, 200), 3),
+        ((180, 200), BUCKETS),
+    ],
 )
-def test_the_keys_that_are_read(name: str, softcap: float | None, lengths: tuple[int, ...], probes: int) -> None:
+def test_the_keys_that_are_read(
+    name: str, softcap: float | None, lengths: tuple[int, ...], probes: int
+) -> None:
     generator = torch.Generator().manual_seed(sum(lengths))
     longest = max(lengths)
     k = torch.randn(len(lengths), KV_HEADS, longest, SIZE, generator=generator, dtype=torch.float64)
     q = torch.randn(len(lengths), HEADS, 1, SIZE, generator=generator, dtype=torch.float64)
     padding = torch.tensor([longest - each for each in lengths], dtype=torch.int32)
     router = ROUTERS[name]([0])
-    out, counts, window = decode(router, k, q, padding if len(lengths) > 1 else None, Probes(probes), softcap)
+    out, counts, window = decode(
+        router, k, q, padding if len(lengths) > 1 else None, Probes(probes), softcap
+    )
     for row, length in enumerate(lengths):
         own = k[row : row + 1, :, longest - length :]
-        for head, read in enumerate(keys_to_read(name, router, own, q[row : row + 1], window, probes, softcap)):
+        for head, read in enumerate(
+            keys_to_read(name, router, own, q[row : row + 1], window, probes, softcap)
+        ):
             assert counts[row, head] == read.sum()
             if probes == BUCKETS and name not in PARTIAL:
                 assert read.all()
             keys = own[0, head]
             scores = products(q[row, 2 * head : 2 * head + 2, 0], keys, softcap)
             weights = scores.masked_fill(~read, -torch.inf).softmax(-1)
-            torch.testing.assert_close(out[row, 2 * head : 2 * head + 2, 0], weights @ keys.flip(-1))
+            torch.testing.assert_close(
+                out[row, 2 * head : 2 * head + 2, 0], weights @ keys.flip(-1)
+            )
 
 
 def test_clusters_follow_a_cache() -> None:
-    """After appended, removed and reordered tokens every key before the window is in one cluster, and each row has its own."""
+    """After appended, removed and reordered tokens every key before the window is in one cluster,
+    and each row has its own.
+    """
     random, router = generator(1), ROUTERS["clusters"]([0])
     q, cache = torch.randn(2, HEADS, 1, SIZE, generator=random, dtype=torch.float64), DynamicCache()
     install_layers(cache, router, num_layers=1, routed=[0], rebuild_every=8)
@@ -164,17 +225,32 @@ def test_clusters_follow_a_cache() -> None:
         return x
 
     append(100)
-    for change in (lambda: layer.crop(-3), lambda: layer.crop(-36), lambda: layer.reorder_cache(torch.tensor([1, 0]))):
+    for change in (
+        lambda: layer.crop(-3),
+        lambda: layer.crop(-36),
+        lambda: layer.reorder_cache(torch.tensor([1, 0])),
+    ):
         for _ in range(20):
             x = append(1)
         index, indexed = layer.index, layer.indexed
         assert indexed > x.num_keys - 8
-        assert torch.equal(index.order[..., :indexed].sort().values, torch.arange(indexed).int().expand(2, KV_HEADS, -1))
+        assert torch.equal(
+            index.order[..., :indexed].sort().values,
+            torch.arange(indexed).int().expand(2, KV_HEADS, -1),
+        )
         assert (index.offsets[..., -1] == indexed).all()
         weights = (q.unflatten(1, (KV_HEADS, -1)).squeeze(3) @ x.k.mT * 0.25).softmax(-1)
-        torch.testing.assert_close(routed.attend(x, layer), (weights @ x.v).flatten(1, 2).unsqueeze(2))
+        torch.testing.assert_close(
+            routed.attend(x, layer), (weights @ x.v).flatten(1, 2).unsqueeze(2)
+        )
         change()
-    means = [[x.k[b, h, index.order[b, h, : index.offsets[b, h, 1]].long()].mean(0) for h in range(KV_HEADS)] for b in (0, 1)]
+    means = [
+        [
+            x.k[b, h, index.order[b, h, : index.offsets[b, h, 1]].long()].mean(0)
+            for h in range(KV_HEADS)
+        ]
+        for b in (0, 1)
+    ]
     found = layer.summaries[:, :, 0]  # of the prompt, which is whole
     torch.testing.assert_close(found, torch.stack([torch.stack(row) for row in means]))
 
@@ -209,16 +285,26 @@ def test_query_heads_choose_by_themselves(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*ROUTERS, 1, 4, 7])
 def test_an_attached_model(name: str | int, where: str) -> None:
-    """All probes are dense attention; in a batch with padding each row is as alone; fewer probes read less.
+    """All probes are dense attention; in a batch with padding each row is as alone; fewer probes
+    read less.
 
     Numbers are query heads of a group, with decode gates. Random buckets
     are those of a key's bits, which rounding in another batch changes.
     """
     model, router = (tiny_model(), name) if isinstance(name, str) else grouped(name)
     buckets = 1024 if isinstance(router, str) else router.num_buckets
-    model, rows = model.to(where), [random_tokens(1, length, seed=length)[0] for length in (1, 63, 100)]
+    model, rows = (
+        model.to(where),
+        [random_tokens(1, length, seed=length)[0] for length in (1, 63, 100)],
+    )
     ids, mask = left_padded(rows)
-    options: dict[str, Any] = {"qmodel": router, "recent": RECENT, "sink": SINK, "dense_layers": (), "dense_below": 0}
+    options: dict[str, Any] = {
+        "qmodel": router,
+        "recent": RECENT,
+        "sink": SINK,
+        "dense_layers": (),
+        "dense_below": 0,
+    }
     dense, shares = generate(model, ids, mask, max_new_tokens=12), []
     for probes in (0, buckets // 4, buckets):
         with attach(model, probes=probes, **options) as sparse:
@@ -234,7 +320,8 @@ def test_an_attached_model(name: str | int, where: str) -> None:
             close(generate(model, rows[row][None], max_new_tokens=6)[:, 0], together[:, row - 1])
 
 
-ALIKE: dict[str, tuple[Any, bool]] = {  # makes a router, and whether the next one has the same buckets
+# makes a router, and whether the next one has the same buckets
+ALIKE: dict[str, tuple[Any, bool]] = {
     "k-means": (lambda seed: random_partition(seed=seed // 2), True),
     "decode gates": (lambda seed: random_decode_gate(std=1.0 if seed < 2 else 0.1), True),
     "pages": (lambda seed: ROUTERS["lsh" if seed == 2 else "quest"]([0, 1]), False),
@@ -244,12 +331,22 @@ ALIKE: dict[str, tuple[Any, bool]] = {  # makes a router, and whether the next o
 @pytest.mark.parametrize("name", ALIKE)
 def test_a_cache_keeps_its_partition(name: str, where: str) -> None:
     model, ids, cache = tiny_model().to(where), random_tokens(1, 60).to(where), DynamicCache()
-    options: dict[str, Any] = {"probes": 1, "recent": 5, "sink": 1, "dense_layers": (), "dense_below": 0}
+    options: dict[str, Any] = {
+        "probes": 1,
+        "recent": 5,
+        "sink": 1,
+        "dense_layers": (),
+        "dense_below": 0,
+    }
     make, same = ALIKE[name]
     with attach(model, qmodel=make(0), **options):
         model(ids, past_key_values=cache)
     for seed in (1, 2):
-        refused = pytest.raises(UserError, match="another k-means or router") if seed == 2 or not same else nullcontext()
+        refused = (
+            pytest.raises(UserError, match="another k-means or router")
+            if seed == 2 or not same
+            else nullcontext()
+        )
         with attach(model, qmodel=make(seed), **options), refused:
             model(ids[:, :1], past_key_values=cache)
 
@@ -258,12 +355,16 @@ def test_routers_of_another_model_are_refused() -> None:
     model = tiny_model()
     with pytest.raises(UserError, match="num_buckets=0: expected 1 or more"):
         QuestBlocks(0, [0], KV_HEADS)
-    with attach(model, qmodel=QuestBlocks(BUCKETS, [0], KV_HEADS)) as sparse:  # 8 of 8 probes by default
+    # 8 of 8 probes by default
+    with attach(model, qmodel=QuestBlocks(BUCKETS, [0], KV_HEADS)) as sparse:
         assert sparse.dispatch.routed is not None
         assert sparse.dispatch.routed.budget == Probes(BUCKETS)
     for router, message in (
         (QuestBlocks(BUCKETS, [0], 3), "kv_heads is 3, this model's is 2"),
-        (RandomBuckets(BUCKETS, [0, 2], KV_HEADS), r"qmodel.layers=\[0, 2\]: expected layers from 0 to 1"),
+        (
+            RandomBuckets(BUCKETS, [0, 2], KV_HEADS),
+            r"qmodel.layers=\[0, 2\]: expected layers from 0 to 1",
+        ),
     ):
         with pytest.raises(UserError, match=message), attach(model, qmodel=router, probes=1):
             pass
@@ -283,7 +384,13 @@ class HalvesOfTheSpace(BucketRouter):
 
 def test_a_router_of_ones_own() -> None:
     model, ids = tiny_model(), random_tokens(1, 80)
-    options: dict[str, Any] = {"qmodel": HalvesOfTheSpace(), "recent": 4, "sink": 1, "dense_layers": (), "dense_below": 0}
+    options: dict[str, Any] = {
+        "qmodel": HalvesOfTheSpace(),
+        "recent": 4,
+        "sink": 1,
+        "dense_layers": (),
+        "dense_below": 0,
+    }
     dense = generate(model, ids, max_new_tokens=6)
     with attach(model, probes=2, **options):
         close(generate(model, ids, max_new_tokens=6), dense)

@@ -10,12 +10,22 @@ import pytest
 
 from msattn.trainer.artifacts import find
 from msattn.trainer.errors import UserError, free_space
-from msattn.trainer.storage.documents import check_contained, check_regular, finite, parse_yaml, read_json, root_of_links
+from msattn.trainer.storage.documents import (
+    check_contained,
+    check_regular,
+    finite,
+    parse_yaml,
+    read_json,
+    root_of_links,
+)
 from msattn.trainer.storage.model_files import ModelFiles
 
 
 def test_numbers_that_json_lacks_are_null() -> None:
-    assert finite({"a": [float("inf"), 1.0], "b": (float("nan"),)}) == {"a": [None, 1.0], "b": [None]}
+    assert finite({"a": [float("inf"), 1.0], "b": (float("nan"),)}) == {
+        "a": [None, 1.0],
+        "b": [None],
+    }
 
 
 @pytest.mark.parametrize("number", ["1e999", "NaN", '[1, {"a": 1e999}]'])
@@ -90,9 +100,12 @@ def test_a_folder_without_the_right_to_enter(public: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "blobs", "accepted"), [("models--a--b", True, True), ("models--a--b", False, False), ("mine", True, False)]
+    ("name", "blobs", "accepted"),
+    [("models--a--b", True, True), ("models--a--b", False, False), ("mine", True, False)],
 )
-def test_only_the_cache_of_the_hub_links_out_of_a_folder(tmp_path: Path, name: str, blobs: bool, accepted: bool) -> None:
+def test_only_the_cache_of_the_hub_links_out_of_a_folder(
+    tmp_path: Path, name: str, blobs: bool, accepted: bool
+) -> None:
     repository = tmp_path / name
     commit = repository / "snapshots/abc"
     commit.mkdir(parents=True)

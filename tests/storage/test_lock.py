@@ -41,7 +41,10 @@ def test_a_stale_file_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with locked(tmp_path / "gate"):
             assert (tmp_path / ".gate.lock").exists()
     failing(monkeypatch, errno.ESTALE, 2)
-    with pytest.raises(UserError, match=r"not writable \(\.gate\.lock: Stale file handle"), locked(tmp_path / "gate"):
+    with (
+        pytest.raises(UserError, match=r"not writable \(\.gate\.lock: Stale file handle"),
+        locked(tmp_path / "gate"),
+    ):
         pytest.fail("the block must not run")
 
 
@@ -56,7 +59,9 @@ def test_a_data_worker_does_not_keep_the_lock_of_a_killed_process(tmp_path: Path
             os._exit(0)
     worker = int(os.read(reader, 20))
     try:
-        refused = pytest.raises(UserError, match=rf"another run writes there \(process {holder} on .*; wait for it")
+        refused = pytest.raises(
+            UserError, match=rf"another run writes there \(process {holder} on .*; wait for it"
+        )
         with refused, locked(tmp_path / "gate"):
             pytest.fail("the block must not run")
         os.kill(holder, signal.SIGKILL)

@@ -19,7 +19,10 @@ def test_a_linked_folder_is_refused_each_time_and_stays(tmp_path: Path) -> None:
     (target / "manifest.json").write_text("{}")
     link.symlink_to(target)
     for _ in range(3):
-        with pytest.raises(UserError, match="gate: a symbolic link, which is not overwritten"), replace_folder(link):
+        with (
+            pytest.raises(UserError, match="gate: a symbolic link, which is not overwritten"),
+            replace_folder(link),
+        ):
             pytest.fail("the block must not run")
         with pytest.raises(UserError, match="a symbolic link"):
             check_writable(link, overwrite=True)
@@ -30,9 +33,16 @@ def test_a_linked_folder_is_refused_each_time_and_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("suffix", "leftover"),
-    [("new", "file"), ("new", "link to a folder"), ("old", "link to a folder"), ("old", "dangling link")],
+    [
+        ("new", "file"),
+        ("new", "link to a folder"),
+        ("old", "link to a folder"),
+        ("old", "dangling link"),
+    ],
 )
-def test_leftovers_that_are_no_folders_are_removed(tmp_path: Path, suffix: str, leftover: str) -> None:
+def test_leftovers_that_are_no_folders_are_removed(
+    tmp_path: Path, suffix: str, leftover: str
+) -> None:
     folder, target, path = tmp_path / "gate", tmp_path / "target", tmp_path / f".gate.{suffix}"
     for each in (folder, target):
         each.mkdir()
@@ -49,9 +59,13 @@ def test_leftovers_that_are_no_folders_are_removed(tmp_path: Path, suffix: str, 
     assert os.listdir(folder) == ["a"]
 
 
-def test_the_folder_is_synced_after_a_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_is_synced_after_a_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: list[tuple[Path, list[str]]] = []
-    monkeypatch.setattr(replace, "sync_folder", lambda folder: synced.append((folder, sorted(os.listdir(folder)))))
+    monkeypatch.setattr(
+        replace, "sync_folder", lambda folder: synced.append((folder, sorted(os.listdir(folder))))
+    )
     with replace_file(tmp_path / "table.csv") as new:
         new.write_text("1")
     assert synced.pop() == (tmp_path, ["table.csv"])

@@ -32,7 +32,8 @@ class Numbers(Dataset[dict[str, Tensor]]):
 class Line(nn.Module):
     """Fits a line with dropout, so that results depend on the random state.
 
-    It appends each number to the file ``seen``. ``pause`` slows steps and, ten times as much, saving.
+    It appends each number to the file ``seen``. ``pause`` slows steps and, ten times as much,
+    saving.
     """
 
     def __init__(self, seen: Path, pause: float = 0.0) -> None:
@@ -56,14 +57,25 @@ class Line(nn.Module):
         return {"loss": (self.line(x) - 1).square().mean()}
 
 
-def run(module: nn.Module, folder: Path, train: TrainConfig = TRAIN, *, resume: bool = False, device: str = "cpu") -> None:
+def run(
+    module: nn.Module,
+    folder: Path,
+    train: TrainConfig = TRAIN,
+    *,
+    resume: bool = False,
+    device: str = "cpu",
+) -> None:
     small.run(module, Numbers(), folder, train, resume=resume, device=device)
 
 
 def same_weights(a: Path, b: Path, steps: int = TRAIN.steps) -> bool:
     """Returns True if the weights of two runs are equal after ``steps``."""
-    left, right = (load_file(folder / "checkpoints" / f"checkpoint-{steps}" / WEIGHTS) for folder in (a, b))
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    left, right = (
+        load_file(folder / "checkpoints" / f"checkpoint-{steps}" / WEIGHTS) for folder in (a, b)
+    )
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name]) for name in left
+    )
 
 
 def seen(folder: Path, rank: int = 0) -> list[int]:

@@ -24,7 +24,12 @@ def run(
 ) -> TrainingResult:
     """Trains ``module`` with metrics and checkpoints in ``folder``."""
     with Tracker(TrackerConfig("none"), folder=folder, run_name="test", config={}) as tracker:
-        shared: dict[str, Any] = {"tracker": tracker, "device": torch.device(device), "seed": 5, "resume": resume}
+        shared: dict[str, Any] = {
+            "tracker": tracker,
+            "device": torch.device(device),
+            "seed": 5,
+            "resume": resume,
+        }
         return fit(module, dataset, train=train, folder=folder, **shared, **options)
 
 
@@ -38,7 +43,12 @@ def write_words(folder: Path) -> None:
 def small_run(root: Path, name: str) -> dict[str, Any]:
     """Settings for chunks of 96 tokens of the texts in ``root``, where outputs are written, too."""
     return {
-        "data": DataConfig(source="text", path=str(root / "train.txt"), heldout_path=str(root / "heldout.txt"), seq_len=96),
+        "data": DataConfig(
+            source="text",
+            path=str(root / "train.txt"),
+            heldout_path=str(root / "heldout.txt"),
+            seq_len=96,
+        ),
         "tracker": TrackerConfig(kind="none"),
         "outputs": str(root / "outputs"),
         "name": name,
@@ -48,7 +58,9 @@ def small_run(root: Path, name: str) -> dict[str, Any]:
 
 
 def interrupted_after(times: int, function: Any) -> Any:
-    """Returns ``function`` with a KeyboardInterrupt instead of the call after the first ``times``."""
+    """Returns ``function`` with a KeyboardInterrupt instead of the call after the first
+    ``times``.
+    """
     remaining = iter([function] * times)
 
     def call(*args: Any, **named: Any) -> Any:

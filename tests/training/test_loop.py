@@ -1,4 +1,6 @@
-"""Tests of the training loop: bit-identical resuming, divergence, gradient accumulation, refused settings."""
+"""Tests of the training loop: bit-identical resuming, divergence, gradient accumulation, refused
+settings.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +20,15 @@ from msattn.trainer.training.distributed import rank_shard
 from tests.running import metrics_lines
 from tests.training import small
 
-TRAIN = TrainConfig(lr=1e-2, steps=12, batch_size=4, micro_batch_size=2, log_every=3, save_every=4, weight_decay=0.1)
+TRAIN = TrainConfig(
+    lr=1e-2, steps=12, batch_size=4, micro_batch_size=2, log_every=3, save_every=4, weight_decay=0.1
+)
 
 
 class Points(Dataset[dict[str, Tensor]]):
-    """Inputs and targets of a linear map; item ``i`` is drawn from a generator seeded with ``i``."""
+    """Inputs and targets of a linear map; item ``i`` is drawn from a generator seeded with
+    ``i``.
+    """
 
     def __init__(self, size: int = 10) -> None:
         self.size = size
@@ -59,7 +65,9 @@ class Regression(nn.Module):
         return {"loss": loss, "parts": parts}
 
 
-def run(module: nn.Module, folder: Path, train: TrainConfig = TRAIN, **options: Any) -> TrainingResult:
+def run(
+    module: nn.Module, folder: Path, train: TrainConfig = TRAIN, **options: Any
+) -> TrainingResult:
     return small.run(module, options.pop("dataset", Points()), folder, train, **options)
 
 
@@ -81,17 +89,23 @@ def test_resuming_a_finished_run_takes_no_step(tmp_path: Path) -> None:
 def test_nan_stops_the_run_and_the_message_names_the_part(tmp_path: Path) -> None:
     module = Regression()
     module.poison = (2 * 6 + 1, "layer 3")
-    with pytest.raises(TrainingDiverged, match=r"the loss of layer 3 is not finite, seen at step 8.*checkpoint-4"):
+    with pytest.raises(
+        TrainingDiverged, match=r"the loss of layer 3 is not finite, seen at step 8.*checkpoint-4"
+    ):
         run(module, tmp_path, replace(TRAIN, log_every=100))
     assert newest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "checkpoint-4"
 
 
 def test_an_infinite_gradient_never_reaches_a_checkpoint(tmp_path: Path) -> None:
     module = Regression()
-    module.out.weight.register_hook(lambda gradient: gradient * (torch.inf if module.calls > 9 else 1.0))
+    module.out.weight.register_hook(
+        lambda gradient: gradient * (torch.inf if module.calls > 9 else 1.0)
+    )
     with pytest.raises(TrainingDiverged, match=r"gradient|weight out\.weight|loss"):
         run(module, tmp_path)
-    state = torch.load(tmp_path / "checkpoints" / "checkpoint-4" / "optimizer.pt", weights_only=True)
+    state = torch.load(
+        tmp_path / "checkpoints" / "checkpoint-4" / "optimizer.pt", weights_only=True
+    )
     assert all(value["exp_avg"].isfinite().all() for value in state["state"].values())
     assert newest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "checkpoint-4"
 
@@ -105,7 +119,9 @@ def test_accumulated_micro_batches_equal_one_batch(tmp_path: Path) -> None:
     run(whole, tmp_path / "whole", replace(train, micro_batch_size=4))
     for a, b in zip(weights(split), weights(whole), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    losses = [[line["loss"] for line in metrics_lines(tmp_path / name)] for name in ("split", "whole")]
+    losses = [
+        [line["loss"] for line in metrics_lines(tmp_path / name)] for name in ("split", "whole")
+    ]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
 
 
@@ -139,7 +155,10 @@ def test_adam_adds_weight_decay_to_the_gradient(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"schedule": "reduce_lr_on_plateau"}, "train.schedule=reduce_lr_on_plateau: expected linear, cosine"),
+        (
+            {"schedule": "reduce_lr_on_plateau"},
+            "train.schedule=reduce_lr_on_plateau: expected linear, cosine",
+        ),
         ({"warmup_steps": 13}, "train.warmup_steps=13"),
     ],
 )
@@ -167,11 +186,16 @@ def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("chunks", "ranks", "expected"), [(9, 2, [[0, 2], [1, 3]]), (1, 2, [[0], [0]]), (9, 6, [[i] for i in range(6)])]
+    ("chunks", "ranks", "expected"),
+    [(9, 2, [[0, 2], [1, 3]]), (1, 2, [[0], [0]]), (9, 6, [[i] for i in range(6)])],
 )
-def test_each_rank_calibrates(chunks: int, ranks: int, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_calibrates(
+    chunks: int, ranks: int, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of four chunks; ranks without one would miss the collective calls of the others."""
     for rank in range(ranks):
         state = SimpleNamespace(process_index=rank, num_processes=ranks)
-        monkeypatch.setattr("msattn.trainer.training.distributed.PartialState", lambda state=state: state)
+        monkeypatch.setattr(
+            "msattn.trainer.training.distributed.PartialState", lambda state=state: state
+        )
         assert [*rank_shard(cast(Any, [*range(chunks)]), 4, each_rank=True)] == expected[rank]

@@ -46,12 +46,24 @@ class Scale(nn.Module):
         return {"loss": (self.weight * input_ids.float().mean(1)).square().mean()}
 
 
-def resolved(train: TrainConfig, dataset: "Dataset[Any]", device: torch.device = CPU, ranks: int = 1) -> int | str:
-    return micro_batch.resolve(train, Scale(), dataset, default_collate, device, ranks, sharded=False).micro_batch_size
+def resolved(
+    train: TrainConfig, dataset: "Dataset[Any]", device: torch.device = CPU, ranks: int = 1
+) -> int | str:
+    return micro_batch.resolve(
+        train, Scale(), dataset, default_collate, device, ranks, sharded=False
+    ).micro_batch_size
 
 
-def test_passes_have_as_many_tokens_as_a_device_is_faster_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [resolved(TRAIN, Sequences(tokens)) for tokens in (100, 512, 600, 1025, 8192)] == [12, 4, 3, 1, 1]
+def test_passes_have_as_many_tokens_as_a_device_is_faster_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert [resolved(TRAIN, Sequences(tokens)) for tokens in (100, 512, 600, 1025, 8192)] == [
+        12,
+        4,
+        3,
+        1,
+        1,
+    ]
     assert resolved(TRAIN, Sequences(100), ranks=4) == 3
     assert resolved(replace(TRAIN, micro_batch_size=2), Sequences(100)) == 2
     assert resolved(TRAIN, [{"batches": 1}]) == 1  # pyrefly: ignore[bad-argument-type]
@@ -71,7 +83,9 @@ def run(folder: Path, module: Scale, *, resume: bool = False, **changes: Any) ->
     small.run(module, Sequences(), folder, replace(TRAIN, **changes), resume=resume)
 
 
-def test_a_resumed_run_keeps_the_number_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_the_number_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, stopped, again, alone = (Scale() for _ in range(4))
     run(tmp_path / "whole", whole, steps=2, schedule="constant")
     run(tmp_path / "one", alone, steps=2, schedule="constant", micro_batch_size=1)
@@ -109,5 +123,11 @@ def test_the_size_and_the_time_of_a_step_are_told_during_the_first(
     out = capsys.readouterr().out.splitlines()
     assert "12 x 512 = 6,144 tokens, 4 in a pass" in out[0]
     assert "a step takes about 0:00" in out[1]
-    assert [each for each in shown if isinstance(each, str)] == ["pass 1 of 3", "pass 2 of 3", "pass 3 of 3"]
-    assert [each for each in shown if not isinstance(each, str)] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2])
+    assert [each for each in shown if isinstance(each, str)] == [
+        "pass 1 of 3",
+        "pass 2 of 3",
+        "pass 3 of 3",
+    ]
+    assert [each for each in shown if not isinstance(each, str)] == pytest.approx(
+        [1 / 3, 2 / 3, 1, 4 / 3, 5 / 3, 2]
+    )

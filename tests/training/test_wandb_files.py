@@ -30,7 +30,9 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def records(folder: Path) -> list[Any]:
-    """Returns the records of the only run in ``folder``, whose file wandb's service may complete after the end of the run."""
+    """Returns the records of the only run in ``folder``, whose file wandb's service may complete
+    after the end of the run.
+    """
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     for _ in range(100):
         found = list(read_log(path.read_bytes()))
@@ -41,7 +43,9 @@ def records(folder: Path) -> list[Any]:
 
 
 def read_log(data: bytes) -> Iterator[Any]:
-    """Yields the records of LevelDB's log format: parts with checksum, length and type, in blocks."""
+    """Yields the records of LevelDB's log format: parts with checksum, length and type, in
+    blocks.
+    """
     from wandb.proto import wandb_internal_pb2
 
     at, whole = 7, b""
@@ -60,7 +64,11 @@ def read_log(data: bytes) -> Iterator[Any]:
 
 
 def of_kind(folder: Path, kind: str) -> list[Any]:
-    return [getattr(record, kind) for record in records(folder) if record.WhichOneof("record_type") == kind]
+    return [
+        getattr(record, kind)
+        for record in records(folder)
+        if record.WhichOneof("record_type") == kind
+    ]
 
 
 def history(folder: Path) -> dict[str, Any]:
@@ -89,9 +97,26 @@ def holding(text: str, folder: Path) -> list[Path]:
     return [path for path in files if text.encode() in path.read_bytes()]
 
 
-SMALL = ["device=cpu", "data=text", "data.path=text.txt", "data.seq_len=192", "tracker=wandb", "tracker.group=study"]
-TRAIN = ["train.steps=2", "train.batch_size=1", "train.num_workers=0", "train.warmup_steps=0", "gate.block_size=16"]
-EVAL = ["eval.tasks=[perplexity]", "eval.perplexity={length: 160, num_chunks: 1, sparsities: [0.5]}", "eval.baselines=[quest]"]
+SMALL = [
+    "device=cpu",
+    "data=text",
+    "data.path=text.txt",
+    "data.seq_len=192",
+    "tracker=wandb",
+    "tracker.group=study",
+]
+TRAIN = [
+    "train.steps=2",
+    "train.batch_size=1",
+    "train.num_workers=0",
+    "train.warmup_steps=0",
+    "gate.block_size=16",
+]
+EVAL = [
+    "eval.tasks=[perplexity]",
+    "eval.perplexity={length: 160, num_chunks: 1, sparsities: [0.5]}",
+    "eval.baselines=[quest]",
+]
 
 
 def run(*arguments: str) -> None:
@@ -100,32 +125,56 @@ def run(*arguments: str) -> None:
     assert not ended.value.code
 
 
-def test_a_study_from_training_to_generation_is_a_group_of_linked_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gate that train-gate uploads is what eval and generate read; the prompt on the command line is in no file."""
+def test_a_study_from_training_to_generation_is_a_group_of_linked_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gate that train-gate uploads is what eval and generate read; the prompt on the command
+    line is in no file.
+    """
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("\n\n".join(f"def function_{i}(x):\n    return x + {i * i}" for i in range(1500)))
+    Path("text.txt").write_text(
+        "\n\n".join(f"def function_{i}(x):\n    return x + {i * i}" for i in range(1500))
+    )
     run("train-gate", *SMALL, *TRAIN, "tracker.upload=true")
     run("eval", *SMALL, *EVAL, "select=topk", "select.block_size=16")
-    run("generate", "device=cpu", "tracker=wandb", "tracker.group=study", "select=topk", "max_new_tokens=3", "--prompt", PROMPT)
+    run(
+        "generate",
+        "device=cpu",
+        "tracker=wandb",
+        "tracker.group=study",
+        "select=topk",
+        "max_new_tokens=3",
+        "--prompt",
+        PROMPT,
+    )
 
     base = tmp_path / "outputs/tiny/base"
     (generated,) = (base / "runs/generate").iterdir()
     folders = {"train-gate": base / "runs/gate", "eval": base / "eval", "generate": generated}
     for job, folder in folders.items():
         (found,) = of_kind(folder, "run")
-        assert (found.project, found.run_group, found.job_type, list(found.tags)) == ("msattn", "study", job, ["tiny", "base"])
+        assert (found.project, found.run_group, found.job_type, list(found.tags)) == (
+            "msattn",
+            "study",
+            job,
+            ["tiny", "base"],
+        )
 
     (gate,) = [each for each in of_kind(folders["train-gate"], "artifact") if each.type == "gate"]
     content_hash = json.loads((base / "gate/manifest.json").read_text())["content_hash"]
     assert content_hash[:16] in gate.aliases
-    assert {file.path for file in gate.manifest.contents} == {path.name for path in (base / "gate").iterdir()}
+    assert {file.path for file in gate.manifest.contents} == {
+        path.name for path in (base / "gate").iterdir()
+    }
     assert history(folders["train-gate"])["_step"] == 2
     for job in ("eval", "generate"):
         assert summary(folders[job])["read/gate"] == content_hash
 
     rows = table(folders["eval"], "results")
     assert {row["method"] for row in rows} >= {"dense", "gate", "quest"}
-    (page,) = folders["eval"].glob(f"wandb/offline-run-*/files/{history(folders['eval'])['report/path']}")
+    (page,) = folders["eval"].glob(
+        f"wandb/offline-run-*/files/{history(folders['eval'])['report/path']}"
+    )
     assert "<svg" in page.read_text("utf-8")
     written = json.loads((base / "eval/results.json").read_text())["rows"]
     assert [row["score"] for row in rows] == pytest.approx([row["score"] for row in written])

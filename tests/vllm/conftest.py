@@ -1,4 +1,6 @@
-"""Settings of the tests that run vLLM, on a CPU; they are collected only where it is installed (``make test-vllm``)."""
+"""Settings of the tests that run vLLM, on a CPU; they are collected only where it is installed
+(``make test-vllm``).
+"""
 
 import os
 from importlib.util import find_spec
@@ -9,7 +11,8 @@ if find_spec("vllm") is None:
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # errors and statistics of the engine are those of this process
+    # errors and statistics of the engine are those of this process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }

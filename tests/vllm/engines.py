@@ -15,13 +15,27 @@ from tests.house.modules import ROOT
 MODEL = ROOT / "trainer/embedded/model"
 NEW = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
-OPTIONS: dict[str, Any] = {"enforce_eager": True, "max_model_len": 4096, "max_num_batched_tokens": 256, "block_size": 64}
-EVERY_KEY = {"gate": "embedded", "qmodel": "embedded", "select": "topk", "sparsity": 0.0, "probes": 64, "dense_below": 0}
+OPTIONS: dict[str, Any] = {
+    "enforce_eager": True,
+    "max_model_len": 4096,
+    "max_num_batched_tokens": 256,
+    "block_size": 64,
+}
+EVERY_KEY = {
+    "gate": "embedded",
+    "qmodel": "embedded",
+    "select": "topk",
+    "sparsity": 0.0,
+    "probes": 64,
+    "dense_below": 0,
+}
 
 
 @contextmanager
 def engine(msattn: Any = None, *, model: Any = MODEL, **options: Any) -> Iterator[LLM]:
-    """Yields an engine whose prompts are chunked: vLLM's own, or with ``msattn`` as ``additional_config``."""
+    """Yields an engine whose prompts are chunked: vLLM's own, or with ``msattn`` as
+    ``additional_config``.
+    """
     if msattn is not None:
         options |= {"attention_backend": backend_name(), "additional_config": {"msattn": msattn}}
     dtype = torch.get_default_dtype()
@@ -37,9 +51,13 @@ def engine(msattn: Any = None, *, model: Any = MODEL, **options: Any) -> Iterato
         gc.collect()
 
 
-def answers(llm: LLM, prompts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[list[int]]]:
+def answers(
+    llm: LLM, prompts: list[list[int]], sampling: SamplingParams = GREEDY
+) -> list[list[list[int]]]:
     """Returns the tokens of each answer to each prompt."""
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    outputs = llm.generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
+    )
     return [[list(answer.token_ids) for answer in output.outputs] for output in outputs]
 
 

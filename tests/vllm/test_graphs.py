@@ -16,14 +16,19 @@ COMPILED = {"cudagraph_capture_sizes": [1, 2, 4, 8]}  # vLLM's defaults, but for
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [EVERY_KEY, SPARSE], ids=["every key", "sparse"])
-def test_captured_passes_give_the_tokens_of_others(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_passes_give_the_tokens_of_others(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The five requests are padded to eight."""
-    monkeypatch.setattr(type(current_platform), "_global_graph_pool", None)  # that of an engine of before has ended with it
+    # that of an engine of before has ended with it
+    monkeypatch.setattr(type(current_platform), "_global_graph_pool", None)
     prompts = prompts_of(1, 64, 700, 333, 65)
     captured = []
     build = Builder.build_for_cudagraph_capture
     monkeypatch.setattr(
-        Builder, "build_for_cudagraph_capture", lambda self, given: (captured.append(given.num_reqs), build(self, given))[1]
+        Builder,
+        "build_for_cudagraph_capture",
+        lambda self, given: (captured.append(given.num_reqs), build(self, given))[1],
     )
     with engine(options) as llm:
         expected = answers(llm, prompts)
@@ -34,7 +39,9 @@ def test_captured_passes_give_the_tokens_of_others(options: dict[str, Any], monk
 
 
 @pytest.mark.gpu
-def test_the_defaults_give_the_tokens_of_compiled_passes_without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_defaults_give_the_tokens_of_compiled_passes_without_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """All but attention is compiled, and captured for short prompts."""
     monkeypatch.setattr(type(current_platform), "_global_graph_pool", None)
     prompts = [*prompts_of(1, 3, 7, 64, 700), *prompts_of(333, 400, prefix=320)]
@@ -43,6 +50,9 @@ def test_the_defaults_give_the_tokens_of_compiled_passes_without_graphs(monkeypa
         expected = answers(llm, prompts)
     with engine(SPARSE, compilation_config=COMPILED, **defaults) as llm:
         chosen = llm.llm_engine.vllm_config.compilation_config
-        assert (chosen.mode.name, chosen.cudagraph_mode.name) == ("VLLM_COMPILE", "FULL_AND_PIECEWISE")
+        assert (chosen.mode.name, chosen.cudagraph_mode.name) == (
+            "VLLM_COMPILE",
+            "FULL_AND_PIECEWISE",
+        )
         assert answers(llm, prompts) == expected
         assert cached_tokens(llm, prompts[-1]) == 384

@@ -22,21 +22,41 @@ from tests.vllm.engines import EVERY_KEY, MODEL, OPTIONS, answers, engine
 ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     "pages": ({"block_size": 32}, "block_size=32: expected 64, 128, 256"),
     "speculation": (
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 3,
+            }
+        },
         "speculative decoding is not supported by msattn",
     ),
     "adapters": ({"enable_lora": True}, "LoRA is not supported by msattn"),
-    "pipeline": ({"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}, "pipeline parallelism is not supported"),
+    "pipeline": (
+        {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
+        "pipeline parallelism is not supported",
+    ),
 }
 GIVEN: dict[str, tuple[Any, str]] = {
-    "no mapping": ("embedded", "additional_config.msattn=embedded: expected a mapping with .*gate, select"),
+    "no mapping": (
+        "embedded",
+        "additional_config.msattn=embedded: expected a mapping with .*gate, select",
+    ),
     "a name": ({"gates": "embedded"}, "additional_config.msattn=gates: expected .*gate, select"),
     "a type": ({"probes": "many"}, "probes='many': expected an integer"),
 }
 STARTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "no artifact": ({}, {}, "nothing to attach"),
-    "zooms": ({"gate": "embedded", "select": "multiscale"}, {}, "vLLM: select.policy=multiscale reads no pages"),
-    "thresholds": ({"qmodel": "embedded", "threshold": 0.1}, {}, "additional_config.msattn=threshold: expected .*gate"),
+    "zooms": (
+        {"gate": "embedded", "select": "multiscale"},
+        {},
+        "vLLM: select.policy=multiscale reads no pages",
+    ),
+    "thresholds": (
+        {"qmodel": "embedded", "threshold": 0.1},
+        {},
+        "additional_config.msattn=threshold: expected .*gate",
+    ),
     "cache": (EVERY_KEY, {"kv_cache_dtype": "fp8"}, "vLLM: kv_cache_dtype=fp8 is not supported"),
     "probes": ({"qmodel": "embedded", "probes": 65}, {}, "probes=65: expected 0 to 64"),
 }
@@ -61,7 +81,9 @@ def test_engines_that_sleep_are_refused() -> None:
 @pytest.mark.parametrize("name", GIVEN)
 def test_options_of_other_names_and_types_are_refused(name: str) -> None:
     given, message = GIVEN[name]
-    config = EngineArgs(model=str(MODEL), additional_config={"msattn": given}, **OPTIONS).create_engine_config()
+    config = EngineArgs(
+        model=str(MODEL), additional_config={"msattn": given}, **OPTIONS
+    ).create_engine_config()
     with pytest.raises(UserError, match=message):
         options_of(config)
 
@@ -85,9 +107,17 @@ def test_engines_do_not_start(name: str) -> None:
 
 def test_artifacts_of_another_model_are_refused(tmp_path: Path) -> None:
     model = tiny_model()
-    gate, buckets = (save(tmp_path / str(i), model, module) for i, module in enumerate((gate_for(model), random_partition())))
+    gate, buckets = (
+        save(tmp_path / str(i), model, module)
+        for i, module in enumerate((gate_for(model), random_partition()))
+    )
     for given in ({"gate": str(gate)}, {"qmodel": str(buckets)}):
-        with pytest.raises(UserError, match=r"artifact made for .*: its num_layers is 2, this model's is 6"), engine(given):
+        with (
+            pytest.raises(
+                UserError, match=r"artifact made for .*: its num_layers is 2, this model's is 6"
+            ),
+            engine(given),
+        ):
             pass
     with pytest.raises(UserError, match="artifact"), engine({"gate": str(tmp_path / "none")}):
         pass
@@ -100,8 +130,12 @@ def test_artifacts_of_another_model_are_refused(tmp_path: Path) -> None:
         ("qwen2", "dynamic", "dynamic and longrope RoPE cannot be inverted"),
     ],
 )
-def test_models_that_cannot_be_served_are_refused(tmp_path: Path, family: str, rope: str, message: str) -> None:
-    model = tiny_model(family, rope, head_dim=32, **({"sliding_window": 32} if family == "mistral" else {}))
+def test_models_that_cannot_be_served_are_refused(
+    tmp_path: Path, family: str, rope: str, message: str
+) -> None:
+    model = tiny_model(
+        family, rope, head_dim=32, **({"sliding_window": 32} if family == "mistral" else {})
+    )
     model.save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
     options = {"model": tmp_path, "max_model_len": 128, "max_num_batched_tokens": 128}
@@ -120,7 +154,10 @@ def test_other_versions_register_nothing(
     monkeypatch.setattr(vllm.version, "__version_tuple__", version)
     with caplog.at_level(logging.WARNING):
         plugin.register()
-    assert f"msattn: needs vLLM 0.24 to 0.32, {name} is installed; there is no backend MSATTN" in caplog.text
+    assert (
+        f"msattn: needs vLLM 0.24 to 0.32, {name} is installed; there is no backend MSATTN"
+        in caplog.text
+    )
 
 
 def test_the_backend_is_found_in_a_process_that_unpickles_its_name() -> None:
@@ -134,9 +171,15 @@ def test_the_backend_is_found_in_a_process_that_unpickles_its_name() -> None:
 
 
 def test_the_platform_of_gpus_accepts_the_backend() -> None:
-    asked = AttentionSelectorConfig(head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=64)
-    assert Backend.validate_configuration(device_capability=DeviceCapability(9, 0), **asked._asdict()) == []
-    assert Backend.get_preferred_block_size(16) == 64  # the pages that vLLM chooses, unless a size was asked for
+    asked = AttentionSelectorConfig(
+        head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=64
+    )
+    assert (
+        Backend.validate_configuration(device_capability=DeviceCapability(9, 0), **asked._asdict())
+        == []
+    )
+    # the pages that vLLM chooses, unless a size was asked for
+    assert Backend.get_preferred_block_size(16) == 64
 
 
 def test_engines_without_the_backend_are_untouched() -> None:

@@ -1,4 +1,6 @@
-"""Tokens of vLLM with the backend: its own if everything is read, and those of an attached model of transformers."""
+"""Tokens of vLLM with the backend: its own if everything is read, and those of an attached model of
+transformers.
+"""
 
 from typing import Any
 
@@ -17,7 +19,13 @@ from tests.vllm.engines import EVERY_KEY, NEW, OPTIONS, answers, cached_tokens, 
 
 RAGGED = [*prompts_of(1, 64, 65, 900), *prompts_of(310, 600, prefix=300)]
 ALONE = {"min_new_tokens": NEW, "prefill_chunk_size": OPTIONS["max_num_batched_tokens"]}
-SPARSE: dict[str, Any] = {"gate": "embedded", "qmodel": "embedded", "sparsity": 0.9, "recent": 256, "dense_below": 0}
+SPARSE: dict[str, Any] = {
+    "gate": "embedded",
+    "qmodel": "embedded",
+    "sparsity": 0.9,
+    "recent": 256,
+    "dense_below": 0,
+}
 
 
 def test_reading_every_key_gives_the_tokens_of_dense_vllm() -> None:
@@ -45,7 +53,9 @@ def test_preempted_requests_with_several_answers_give_the_tokens_of_dense_vllm()
         assert preempted.value > 0
 
 
-@pytest.mark.parametrize(("page", "reads"), [(64, {}), (128, {}), (64, {"keys": 0.05})], ids=["64", "128", "keys"])
+@pytest.mark.parametrize(
+    ("page", "reads"), [(64, {}), (128, {}), (64, {"keys": 0.05})], ids=["64", "128", "keys"]
+)
 def test_sparse_tokens_are_those_of_an_attached_model(page: int, reads: dict[str, float]) -> None:
     """Both read prompts in the same chunks, whose last blocks count each query."""
     prompts = prompts_of(900, 1100)
@@ -61,7 +71,9 @@ def test_sparse_tokens_are_those_of_an_attached_model(page: int, reads: dict[str
     assert counted["selectivity"] == pytest.approx(read["selectivity"], rel=0.02)
 
 
-def test_a_cached_prefix_is_not_read_again_and_its_blocks_can_be_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_prefix_is_not_read_again_and_its_blocks_can_be_selected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The prefix ends with a chunk, so that both engines cut the prompt at the same places."""
     first, second = prompts_of(532, 900, prefix=512)
     options = SPARSE | {"select": "topk", "sparsity": 0.7}
@@ -110,6 +122,10 @@ def test_short_prompts_and_a_gate_or_a_router_alone() -> None:
     assert counted["dense_by_choice"] > 0
     for name in ("gate", "qmodel"):
         unused = ("probes",) if name == "gate" else ("select", "sparsity")
-        options = {key: value for key, value in EVERY_KEY.items() if key not in (*unused, *({"gate", "qmodel"} - {name}))}
+        options = {
+            key: value
+            for key, value in EVERY_KEY.items()
+            if key not in (*unused, *({"gate", "qmodel"} - {name}))
+        }
         with engine(options) as llm:
             assert answers(llm, [prompt]) == expected

@@ -17,20 +17,34 @@ from tests.vllm.engines import EVERY_KEY, MODEL
 OPTIONS = ("--length", "300", "--requests", "3", "--new", "4", "--shared", "200")
 
 
-def test_both_engines_answer_the_same_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    engine = {"enforce_eager": True, "max_num_batched_tokens": 256, "block_size": 64, "gpu_memory_utilization": 0.3}
+def test_both_engines_answer_the_same_requests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = {
+        "enforce_eager": True,
+        "max_num_batched_tokens": 256,
+        "block_size": 64,
+        "gpu_memory_utilization": 0.3,
+    }
     file = tmp_path / "figures.json"
     arguments = (str(MODEL), "--msattn", json.dumps(EVERY_KEY), "--engine", json.dumps(engine))
     speed.main([*arguments, *OPTIONS, "--json", str(file)])
     assert list(tmp_path.iterdir()) == [file]
     written = json.loads(file.read_text())
-    assert (written["length"], written["requests"], written["new"], written["shared"]) == (300, 3, 4, 200)
+    assert (written["length"], written["requests"], written["new"], written["shared"]) == (
+        300,
+        3,
+        4,
+        200,
+    )
     dense, sparse = written["figures"]["vLLM"], written["figures"]["msattn"]
     assert dense.keys() == sparse.keys() == speed.FIGURES.keys()
-    assert (sparse.pop("sparsity"), sparse.pop("selectivity")) == (0, 1)  # of all requests of both kinds alone
+    # of all requests of both kinds alone
+    assert (sparse.pop("sparsity"), sparse.pop("selectivity")) == (0, 1)
     assert dense.pop("sparsity") is dense.pop("selectivity") is dense.pop("shared_sparsity") is None
     assert sparse.pop("shared_sparsity") == 0
-    assert dense["shared_cached"] == sparse["shared_cached"] == 192 / 300  # whole pages of the prefix alone
+    # whole pages of the prefix alone
+    assert dense["shared_cached"] == sparse["shared_cached"] == 192 / 300
     assert all(value > 0 for value in (*dense.values(), *sparse.values()))
     assert dense["first_token_p50_s"] <= dense["first_token_p99_s"]
     assert "3 requests of 300 tokens" in " ".join(capsys.readouterr().out.split())
@@ -43,11 +57,20 @@ def test_both_engines_answer_the_same_requests(tmp_path: Path, capsys: pytest.Ca
         (["--msattn", "[1]"], "--msattn [1]: expected a JSON object"),
         (["--msattn", "{}", "--new", "1"], "--new=1: expected at least 2"),
         (["--msattn", "{}", "--length", "0"], "--length=0: expected at least 1"),
-        (["--msattn", "{}", "--length", "64", "--shared", "64"], "--shared=64: expected 0 or, with at least 2 --requests"),
-        (["--msattn", "{}", "--json", "/nowhere/figures.json"], "--json=/nowhere/figures.json: expected a file in a folder"),
+        (
+            ["--msattn", "{}", "--length", "64", "--shared", "64"],
+            "--shared=64: expected 0 or, with at least 2 --requests",
+        ),
+        (
+            ["--msattn", "{}", "--json", "/nowhere/figures.json"],
+            "--json=/nowhere/figures.json: expected a file in a folder",
+        ),
         (["--msattn", "{}", "--json", "/tmp"], "--json=/tmp: expected a file"),
         (["--msattn", "{}", "--length", "5000"], "vLLM: "),  # the model has 4096 positions
-        (["--msattn", "{}", "--engine", '{"enforce_eagre": true}'], "--engine=enforce_eagre: vLLM has no such parameter (did"),
+        (
+            ["--msattn", "{}", "--engine", '{"enforce_eagre": true}'],
+            "--engine=enforce_eagre: vLLM has no such parameter (did",
+        ),
     ],
 )
 def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +88,10 @@ def killed(*_: Any) -> None:
 def test_a_failed_run_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "_measured", killed)
     arguments = [str(MODEL), "--msattn", "{}", "--json", str(tmp_path / "figures.json")]
-    with pytest.raises(UserError, match=r"^vLLM: the engine's process ended, probably for lack of memory; a smaller --length"):
+    with pytest.raises(
+        UserError,
+        match=r"^vLLM: the engine's process ended, probably for lack of memory; a smaller --length",
+    ):
         speed.main(arguments)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "figures.json").write_text("earlier")
@@ -79,11 +105,17 @@ def test_a_failed_run_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         (ValueError("first\nsecond"), UserError, "first"),
         (OSError("no such model"), UserError, "no such model"),
-        (torch.OutOfMemoryError("CUDA out of memory"), UserError, "too little memory (CUDA out of memory); a smaller --length"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory"),
+            UserError,
+            "too little memory (CUDA out of memory); a smaller --length",
+        ),
         (KeyError("tokens"), Fault, "KeyError: 'tokens'"),
     ],
 )
-def test_errors_of_the_engine(error: Exception, kind: type, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_the_engine(
+    error: Exception, kind: type, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: Any) -> None:
         raise error
 
@@ -92,4 +124,6 @@ def test_errors_of_the_engine(error: Exception, kind: type, message: str, monkey
     assert type(found) is kind
     assert str(found).startswith(message)
     notes = getattr(found, "__notes__", [])
-    assert ["in fail" in note and "raise error" in note for note in notes] == [True] * (kind is Fault)
+    assert ["in fail" in note and "raise error" in note for note in notes] == [True] * (
+        kind is Fault
+    )

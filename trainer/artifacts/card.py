@@ -1,4 +1,6 @@
-"""Model cards: the ``README.md`` of an artifact and of a repository on the Hub, with YAML front matter that the Hub reads."""
+"""Model cards: the ``README.md`` of an artifact and of a repository on the Hub, with YAML front
+matter that the Hub reads.
+"""
 
 import os
 import re
@@ -16,7 +18,12 @@ TITLES = {
     "decode_gate": "SeerAttention decode gates: scores of key blocks for each query",
 }
 # Names of their methods in the rows of an evaluation.
-METHODS = {"gate": "gate", "kmeans": "k-means", "qmodel": "classifier", "decode_gate": "decode gate"}
+METHODS = {
+    "gate": "gate",
+    "kmeans": "k-means",
+    "qmodel": "classifier",
+    "decode_gate": "decode gate",
+}
 PLACEHOLDER = "path/or/hub-id"  # in the example for an artifact that is not on the Hub
 RESULTS = Path("eval", "results.json")  # beside the artifacts of a run
 MAX_RESULTS_BYTES = 500_000_000  # includes the block maps of several methods
@@ -44,21 +51,33 @@ class Results:
 
     artifacts: dict[str, dict[str, Any]]
     rows: list[ResultRow]
-    methods: dict[str, dict[str, Any]] = field(default_factory=dict)  # the record of each method, by its name in rows
+    # the record of each method, by its name in rows
+    methods: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def name_of(self, row: ResultRow) -> str | None:
-        """Returns the name of a row's method without variants; None for a second artifact of the same kind."""
+        """Returns the name of a row's method without variants; None for a second artifact of the
+        same kind.
+        """
         method = self.methods.get(row.method, {"name": row.method})
         return None if method.get("source") else method.get("name")
 
 
 def artifact_card(manifest: Mapping[str, Any]) -> str:
-    """Returns the card of an artifact: front matter, a description, an example, and the metrics of its training."""
+    """Returns the card of an artifact: front matter, a description, an example, and the metrics of
+    its training.
+    """
     kind, model = manifest["kind"], manifest["model"]
     on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", model["id"]) and not os.path.exists(model["id"])
     base = f"base_model: {model['id']}\nbase_model_relation: adapter\n" if on_hub else ""
-    figures = [(name, value) for name, value in manifest["metrics"].items() if isinstance(value, int | float | str)]
-    rows = "\n".join(f"| {name} | {f'{value:.4g}' if isinstance(value, float) else value} |" for name, value in figures)
+    figures = [
+        (name, value)
+        for name, value in manifest["metrics"].items()
+        if isinstance(value, int | float | str)
+    ]
+    rows = "\n".join(
+        f"| {name} | {f'{value:.4g}' if isinstance(value, float) else value} |"
+        for name, value in figures
+    )
     results = f"\n## Measured\n\n| figure | value |\n| --- | --- |\n{rows}\n" if figures else ""
     return f"""---
 library_name: msattn
@@ -67,16 +86,18 @@ tags: [sparse-attention, long-context, {kind}]
 
 # {TITLES[kind]}
 
-Made for `{model["id"]}` ({model["num_layers"]} layers, {model["num_heads"]} query heads, {model["num_kv_heads"]} key/value \
-heads, head size {model["head_dim"]}) with msattn {manifest["versions"]["msattn"]}. `manifest.json` records the \
-training data, the seed, the versions and the base model; `config.yaml` holds the resolved configuration of the run.
+Made for `{model["id"]}` ({model["num_layers"]} layers, {model["num_heads"]} query heads, \
+{model["num_kv_heads"]} key/value heads, head size {model["head_dim"]}) with msattn \
+{manifest["versions"]["msattn"]}. `manifest.json` records the training data, the seed, the \
+versions and the base model; `config.yaml` holds the resolved configuration of the run.
 
 {_example({kind}, PLACEHOLDER)}
 {results}"""
 
 
 def run_card(cards: Mapping[str, str], repository: str) -> str:
-    """Returns the card of a repository with one artifact of each kind; ``cards`` are the cards of the artifacts, by kind.
+    """Returns the card of a repository with one artifact of each kind; ``cards`` are the cards of
+    the artifacts, by kind.
 
     Its front matter merges theirs: keys such as a license that the user added, and all tags.
     """
@@ -86,7 +107,9 @@ def run_card(cards: Mapping[str, str], repository: str) -> str:
     merged: dict[str, Any] = {}
     for part in parts.values():
         merged = part | merged
-    tags = [tag for part in parts.values() if isinstance(part.get("tags"), list) for tag in part["tags"]]
+    tags = [
+        tag for part in parts.values() if isinstance(part.get("tags"), list) for tag in part["tags"]
+    ]
     merged["tags"] = list(dict.fromkeys(tags))
     rows = "\n".join(f"| [`{kind}`]({kind}) | {TITLES[kind]} |" for kind in cards)
     return f"""---
@@ -103,21 +126,29 @@ def run_card(cards: Mapping[str, str], repository: str) -> str:
 
 
 def front_matter(card: str, where: str) -> dict[str, Any]:
-    """Returns the YAML at the beginning of a card, {} without; raises UserError if it is not valid."""
+    """Returns the YAML at the beginning of a card, {} without; raises UserError if it is not
+    valid.
+    """
     found = FRONT_MATTER.match(card)
     return parse_yaml(found[1], f"{where}: front matter") if found else {}
 
 
 def evaluation_section(folder: Path, hashes: Mapping[str, str]) -> str:
-    """Returns a table of the evaluation in the folder of a run, or "" if it did not measure exactly these artifacts.
+    """Returns a table of the evaluation in the folder of a run, or "" if it did not measure exactly
+    these artifacts.
 
-    ``hashes`` are the artifacts' content hashes, by kind. Only rows of their methods and of dense attention are shown.
+    ``hashes`` are the artifacts' content hashes, by kind. Only rows of their methods and of dense
+    attention are shown.
     """
     path = folder / RESULTS
     if not os.path.exists(path):
         return ""
     results = checked(read_json(path, str(path), MAX_RESULTS_BYTES), Results, str(path))
-    measured = {kind: entry.get("content_hash") for kind, entry in results.artifacts.items() if kind in hashes}
+    measured = {
+        kind: entry.get("content_hash")
+        for kind, entry in results.artifacts.items()
+        if kind in hashes
+    }
     if measured != {kind: hashes[kind] for kind in measured}:
         return ""
     methods = {METHODS[kind] for kind in measured}
@@ -137,7 +168,13 @@ By `msattn eval`, with exactly these weights.
 
 
 def _cells(row: ResultRow) -> list[str]:
-    left = row.sparsity if row.sparsity is not None else None if row.selectivity is None else 1 - row.selectivity
+    left = (
+        row.sparsity
+        if row.sparsity is not None
+        else None
+        if row.selectivity is None
+        else 1 - row.selectivity
+    )
     length = row.extra.get("length")
     return [
         row.task,
@@ -150,7 +187,12 @@ def _cells(row: ResultRow) -> list[str]:
 
 
 def _example(kinds: set[str], path: str) -> str:
-    """Returns a Python example that attaches artifacts of these kinds; a k-means routes only if there is no classifier."""
+    """Returns a Python example that attaches artifacts of these kinds; a k-means routes only if
+    there is no classifier.
+    """
     router = {"qmodel"} if kinds & {"kmeans", "qmodel", "decode_gate"} else set()
     arguments = ", ".join(f'{name}="{path}"' for name in sorted(router | kinds & {"gate"}))
-    return f"```python\nimport msattn\n\nwith msattn.attach(model, {arguments}):\n    model.generate(...)\n```"
+    return (
+        f"```python\nimport msattn\n\nwith msattn.attach(model, {arguments}):\n    "
+        f"model.generate(...)\n```"
+    )

@@ -11,13 +11,15 @@ from msattn.trainer.config.values import UNPRINTABLE, require, shown
 from msattn.trainer.errors import UserError
 from msattn.trainer.storage.replace import current_folder
 
-SHIPPED = Path(__file__).parents[1] / "embedded" / "artifacts"  # the artifacts of the embedded model, a folder of each kind
+# the artifacts of the embedded model, a folder of each kind
+SHIPPED = Path(__file__).parents[1] / "embedded" / "artifacts"
 
 
 def default_artifact(cfg: RunConfig, kind: str) -> Path | None:
     """Returns the artifact of the configured model and name, or None if there is none.
 
-    The embedded model falls back on the artifacts that ship with the package, unless a ``name`` is given.
+    The embedded model falls back on the artifacts that ship with the package, unless a ``name`` is
+    given.
     """
     own = cfg.folder / kind
     if os.path.exists(current_folder(own)):
@@ -27,10 +29,12 @@ def default_artifact(cfg: RunConfig, kind: str) -> Path | None:
 
 
 def find(path: str | Path, *kinds: str) -> Path:
-    """Returns the local folder of an artifact of one of ``kinds``, in order of precedence where there are several.
+    """Returns the local folder of an artifact of one of ``kinds``, in order of precedence where
+    there are several.
 
-    ``path`` is the folder of an artifact or of a run (``outputs/<model>/<name>``), the id of a Hub repository with the same
-    files, or ``embedded`` (the shipped artifacts). Raises UserError if there is none, or only of other kinds.
+    ``path`` is the folder of an artifact or of a run (``outputs/<model>/<name>``), the id of a Hub
+    repository with the same files, or ``embedded`` (the shipped artifacts). Raises UserError if
+    there is none, or only of other kinds.
     """
     folder = _local_folder(path)
     if os.path.isfile(folder / MANIFEST):
@@ -38,7 +42,11 @@ def find(path: str | Path, *kinds: str) -> Path:
     held = artifacts_of_run(folder)
     accepted = [kind for kind in kinds if kind in held]
     if held and not accepted:
-        choice = f"expected {' or '.join(kinds)}" if kinds else f"name one, e.g. {folder / next(iter(held))}"
+        choice = (
+            f"expected {' or '.join(kinds)}"
+            if kinds
+            else f"name one, e.g. {folder / next(iter(held))}"
+        )
         raise UserError(f"artifact {path}: the folder holds {', '.join(held)}; {choice}")
     return held[accepted[0]] if accepted else folder
 
@@ -50,8 +58,18 @@ def artifacts_of_run(folder: Path) -> dict[str, Path]:
 
 
 def _local_folder(path: str | Path) -> Path:
-    require(isinstance(path, str | Path), "artifact", repr(path), "expected a folder or the id of a Hub repository")
-    require(not UNPRINTABLE.search(str(path)), "artifact", path, "expected a path without control characters, in UTF-8")
+    require(
+        isinstance(path, str | Path),
+        "artifact",
+        repr(path),
+        "expected a folder or the id of a Hub repository",
+    )
+    require(
+        not UNPRINTABLE.search(str(path)),
+        "artifact",
+        path,
+        "expected a path without control characters, in UTF-8",
+    )
     if path == "embedded":
         return SHIPPED
     folder = Path(os.path.expanduser(path))
@@ -65,7 +83,9 @@ def _local_folder(path: str | Path) -> Path:
 
 
 def is_hub_id(path: str | Path) -> bool:
-    """Returns True for the id of a Hub repository, False for a path that exists or text that looks like a path."""
+    """Returns True for the id of a Hub repository, False for a path that exists or text that looks
+    like a path.
+    """
     if isinstance(path, Path) or os.path.exists(os.path.expanduser(path)):
         return False
     return re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) is not None

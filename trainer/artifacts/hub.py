@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 MODEL_CONFIG = "config.json"  # in the repository of a model
 FILES = (WEIGHTS, CONFIG, MANIFEST, CARD)
-PATHS = (*FILES, *(f"{kind}/{name}" for kind in KINDS for name in FILES))  # in a repository: an artifact, or one of each kind
+# in a repository: an artifact, or one of each kind
+PATHS = (*FILES, *(f"{kind}/{name}" for kind in KINDS for name in FILES))
 MAX_CARD_BYTES = 1_000_000
 REFUSALS = {
     401: "the Hub rejected the token; set another one with `hf auth login` or HF_TOKEN",
@@ -32,9 +33,11 @@ REFUSALS = {
 
 
 def download(repository: str, revision: str | None = None) -> Path:
-    """Returns the local folder with the artifacts of a Hub repository, which are downloaded if they are not in the cache.
+    """Returns the local folder with the artifacts of a Hub repository, which are downloaded if they
+    are not in the cache.
 
-    Raises UserError if there is no such repository or ``revision``, or no connection and nothing in the cache.
+    Raises UserError if there is no such repository or ``revision``, or no connection and nothing in
+    the cache.
     """
     from huggingface_hub import snapshot_download
 
@@ -43,24 +46,31 @@ def download(repository: str, revision: str | None = None) -> Path:
     except (OSError, ValueError) as error:
         at = "" if revision is None else f" at revision={shown(revision)}"
         raise UserError(
-            f"artifact {repository}: not a local folder, and loading it{at} from the Hugging Face Hub failed "
+            f"artifact {repository}: not a local folder, and loading it{at} from the Hugging Face "
+            f"Hub failed "
             f"({first_line(error)})"
         ) from error
 
 
-def push(repository: str, held: "Mapping[str, Artifact]", *, private: bool = False, token: str | None = None) -> str:
+def push(
+    repository: str,
+    held: "Mapping[str, Artifact]",
+    *,
+    private: bool = False,
+    token: str | None = None,
+) -> str:
     """Replaces the artifacts of a Hub repository by ``held``, in one commit.
 
-    The repository is created if it does not exist. Files of other artifacts are removed but stay in its history. Files that
-    belong to no artifact are kept, except ``README.md``, the model card. In the repository of a model all of the model's files
-    are kept: artifacts go to folders named after their kinds, and ``config.json`` refers to them. An interrupted upload changes
-    nothing.
+    The repository is created if it does not exist. Files of other artifacts are removed but stay in
+    its history. Files that belong to no artifact are kept, except ``README.md``, the model card. In
+    the repository of a model all of the model's files are kept: artifacts go to folders named after
+    their kinds, and ``config.json`` refers to them. An interrupted upload changes nothing.
 
     Parameters
     ----------
     repository : ``owner/name``.
-    held : artifacts by their folder in the repository: one, in ``""``, or one of each kind, in a folder of its name.
-    private : create a private repository.
+    held : artifacts by their folder in the repository: one, in ``""``, or one of each kind, in a
+    folder of its name. private : create a private repository.
     token : None is the token of ``hf auth login`` or ``HF_TOKEN``. No message contains it.
 
     Returns
@@ -69,7 +79,8 @@ def push(repository: str, held: "Mapping[str, Artifact]", *, private: bool = Fal
 
     Raises
     ------
-    UserError : an invalid name, no token, no permission, no connection, or ``private`` and a public repository.
+    UserError : an invalid name, no token, no permission, no connection, or ``private`` and a public
+    repository.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -80,30 +91,56 @@ def push(repository: str, held: "Mapping[str, Artifact]", *, private: bool = Fal
         api.create_repo(repository, private=private or None, exist_ok=True)
         found = api.model_info(repository)
         if private and not found.private:
-            raise UserError(f"push {repository}: the repository exists and is public; push without --private, or elsewhere")
+            raise UserError(
+                f"push {repository}: the repository exists and is public; push without --private, "
+                f"or elsewhere"
+            )
         present, ours = {sibling.rfilename for sibling in found.siblings or []}, {*PATHS}
         if MODEL_CONFIG in present:
-            held, ours = {artifact.kind: artifact for artifact in held.values()}, {path for path in PATHS if "/" in path}
-            files = {path: content for path, content in _files(repository, held).items() if path in ours}
-            files[MODEL_CONFIG] = _model_config(Path(api.hf_hub_download(repository, MODEL_CONFIG)), repository, held)
+            held, ours = (
+                {artifact.kind: artifact for artifact in held.values()},
+                {path for path in PATHS if "/" in path},
+            )
+            files = {
+                path: content for path, content in _files(repository, held).items() if path in ours
+            }
+            files[MODEL_CONFIG] = _model_config(
+                Path(api.hf_hub_download(repository, MODEL_CONFIG)), repository, held
+            )
         added = [CommitOperationAdd(path, content) for path, content in files.items()]
-        removed = [CommitOperationDelete(path, is_folder=False) for path in sorted(present & ours - {*files})]
+        removed = [
+            CommitOperationDelete(path, is_folder=False)
+            for path in sorted(present & ours - {*files})
+        ]
         message = f"msattn {__version__}: {', '.join(artifact.kind for artifact in held.values())}"
         return api.create_commit(repository, [*added, *removed], commit_message=message).commit_url
 
 
 def _model_config(path: Path, repository: str, kinds: Collection[str]) -> bytes:
-    """Returns the ``config.json`` of a model, changed to use the artifacts in its own repository."""
+    """Returns the ``config.json`` of a model, changed to use the artifacts in its own
+    repository.
+    """
     config = read_json(path, f"push {repository}: {MODEL_CONFIG}", MAX_CARD_BYTES)
     roles = {"gate": {"gate"} & {*kinds}, "qmodel": {*kinds} - {"gate"}}
-    kept = {name: value for name, value in (settings_of(config.get(KEY)) or {}).items() if name not in roles}
-    return as_file(with_settings(config, kept | {role: OWN for role, held in roles.items() if held}))
+    kept = {
+        name: value
+        for name, value in (settings_of(config.get(KEY)) or {}).items()
+        if name not in roles
+    }
+    return as_file(
+        with_settings(config, kept | {role: OWN for role, held in roles.items() if held})
+    )
 
 
 def _files(repository: str, held: "Mapping[str, Artifact]") -> dict[str, Path | bytes]:
-    """Returns the files of a repository by path: weights, configurations and manifests as they are, and model cards."""
+    """Returns the files of a repository by path: weights, configurations and manifests as they are,
+    and model cards.
+    """
     files: dict[str, Path | bytes] = {}
-    cards = {folder: _card(artifact).replace(PLACEHOLDER, repository) for folder, artifact in held.items()}
+    cards = {
+        folder: _card(artifact).replace(PLACEHOLDER, repository)
+        for folder, artifact in held.items()
+    }
     for folder, artifact in held.items():
         at = f"{folder}/" if folder else ""
         files |= {f"{at}{name}": artifact.path / name for name in FILES if name != CARD}
@@ -134,7 +171,9 @@ def _check_name(repository: Any) -> None:
     from huggingface_hub.utils import validate_repo_id
 
     accepted = "expected owner/name, of letters, digits, -, _ and ."
-    if not isinstance(repository, str) or not re.fullmatch(r"[\w.-]+/[\w.-]+", repository, re.ASCII):
+    if not isinstance(repository, str) or not re.fullmatch(
+        r"[\w.-]+/[\w.-]+", repository, re.ASCII
+    ):
         raise UserError(f"push {shown(str(repository))}: {accepted}")
     try:
         validate_repo_id(repository)
@@ -143,12 +182,16 @@ def _check_name(repository: Any) -> None:
 
 
 def _checked_token(token: str | None) -> str:
-    """Returns the token to use; refuses a malformed token, because libraries would show it in their messages."""
+    """Returns the token to use; refuses a malformed token, because libraries would show it in their
+    messages.
+    """
     from huggingface_hub import get_token
 
     found = get_token() if token is None else token
     if not found:
-        raise UserError("push: there is no token for the Hugging Face Hub; run `hf auth login` or set HF_TOKEN")
+        raise UserError(
+            "push: there is no token for the Hugging Face Hub; run `hf auth login` or set HF_TOKEN"
+        )
     if not isinstance(found, str) or not re.fullmatch(r"[!-~]+", found):
         raise UserError("push: the token for the Hugging Face Hub has invalid characters")
     return found
@@ -156,8 +199,14 @@ def _checked_token(token: str | None) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences warnings of retries and, where stderr is no terminal, bars: there :func:`activity` reports in lines."""
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    """Silences warnings of retries and, where stderr is no terminal, bars: there :func:`activity`
+    reports in lines.
+    """
+    from huggingface_hub.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
 
     change = not sys.stderr.isatty() and not are_progress_bars_disabled()
     if change:
@@ -175,15 +224,19 @@ def _refusals(repository: str, token: str) -> Iterator[None]:
     """Raises UserError, without the token, for refusals by the Hub and failed connections."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    http_error, os_error = HfHubHTTPError.__bases__  # of httpx or httpx2, by version; includes failed connections
+    # of httpx or httpx2, by version; includes failed connections
+    http_error, os_error = HfHubHTTPError.__bases__
     try:
         yield
     except UserError:
         raise
     except (http_error, os_error, ValueError, RuntimeError) as error:
-        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error  # from one of several uploads
+        # from one of several uploads
+        cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
         status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
         reason = REFUSALS.get(status, first_line(cause)) if status else first_line(cause)
         if isinstance(cause, http_error) and status is None:
             reason = f"the Hugging Face Hub cannot be reached ({reason})"
-        raise UserError(f"push {repository}: {reason}; nothing was committed".replace(token, "<token>")) from error
+        raise UserError(
+            f"push {repository}: {reason}; nothing was committed".replace(token, "<token>")
+        ) from error

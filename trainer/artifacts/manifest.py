@@ -1,4 +1,6 @@
-"""The manifest of an artifact: its schema, its checksum, and the comparison of its base model with a model."""
+"""The manifest of an artifact: its schema, its checksum, and the comparison of its base model with
+a model.
+"""
 
 import hashlib
 import json
@@ -25,13 +27,17 @@ Sha256 = Annotated[str, Len(64, 64)]
 
 
 def identity(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the part of a model's fingerprint in which two runs or artifacts of the same model agree."""
+    """Returns the part of a model's fingerprint in which two runs or artifacts of the same model
+    agree.
+    """
     return {field: fingerprint[field] for field in IDENTITY_FIELDS}
 
 
 @dataclass(frozen=True)
 class BaseModel:
-    """The model that an artifact was made for, see :func:`msattn.trainer.models.identity.fingerprint`."""
+    """The model that an artifact was made for, see
+    :func:`msattn.trainer.models.identity.fingerprint`.
+    """
 
     id: str
     num_layers: Count
@@ -46,7 +52,9 @@ class BaseModel:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}")
+            raise ValueError(
+                f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,9 +95,11 @@ class Artifact:
 
 
 def read_manifest(folder: Path, path: str | Path, kind: str | None = None) -> dict[str, Any]:
-    """Returns the content of ``manifest.json``, with the types of :class:`Manifest`; ``path`` is the artifact's name in errors.
+    """Returns the content of ``manifest.json``, with the types of :class:`Manifest`; ``path`` is
+    the artifact's name in errors.
 
-    Raises UserError for a missing or damaged file, a missing key, a wrong type, or another kind or format version.
+    Raises UserError for a missing or damaged file, a missing key, a wrong type, or another kind or
+    format version.
     """
     where = f"artifact {path}: {MANIFEST}"
     manifest = read_json(folder / MANIFEST, where, MAX_MANIFEST_BYTES)
@@ -97,15 +107,21 @@ def read_manifest(folder: Path, path: str | Path, kind: str | None = None) -> di
         if key not in manifest:
             raise UserError(f"{where} has no key {key}")
     if manifest["format_version"] != FORMAT_VERSION:
-        raise UserError(f"artifact {path}: format_version={manifest['format_version']!r:.60}: expected {FORMAT_VERSION}")
+        raise UserError(
+            f"artifact {path}: format_version={manifest['format_version']!r:.60}: expected "
+            f"{FORMAT_VERSION}"
+        )
     if manifest["kind"] not in KINDS or kind not in (None, manifest["kind"]):
-        raise UserError(f"artifact {path}: kind={manifest['kind']!s:.60}: expected {kind or ', '.join(KINDS)}")
+        raise UserError(
+            f"artifact {path}: kind={manifest['kind']!s:.60}: expected {kind or ', '.join(KINDS)}"
+        )
     checked(manifest, Manifest, where)
     return manifest
 
 
 def checksum(manifest: Mapping[str, Any], config: str) -> str:
-    """Returns the SHA-256 of a manifest without its key ``checksum``, and of the text of ``config.yaml``.
+    """Returns the SHA-256 of a manifest without its key ``checksum``, and of the text of
+    ``config.yaml``.
 
     It detects accidental changes; a deliberate change can include a new checksum.
     """
@@ -118,12 +134,15 @@ def describe_tensor(tensor: Tensor) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
-def check_model(manifest: Mapping[str, Any], fingerprint: Mapping[str, Any], *, strict: bool = True) -> str | None:
-    """Checks that the artifact with this ``manifest`` was made for the model with this ``fingerprint``.
+def check_model(
+    manifest: Mapping[str, Any], fingerprint: Mapping[str, Any], *, strict: bool = True
+) -> str | None:
+    """Checks that the artifact with this ``manifest`` was made for the model with this
+    ``fingerprint``.
 
-    Raises UserError for a model with another shape or other RoPE parameters (the message names the first field that differs).
-    Returns a warning, or raises UserError with ``strict``, if weights differ, as in a quantized model, or cannot be compared;
-    otherwise None.
+    Raises UserError for a model with another shape or other RoPE parameters (the message names the
+    first field that differs). Returns a warning, or raises UserError with ``strict``, if weights
+    differ, as in a quantized model, or cannot be compared; otherwise None.
     """
     made_for = manifest["model"]
     origin = f"{manifest['kind']} artifact made for {made_for.get('id') or 'another model'}"
@@ -132,13 +151,24 @@ def check_model(manifest: Mapping[str, Any], fingerprint: Mapping[str, Any], *, 
     differing = [field for field in fields if made_for.get(field) != fingerprint.get(field)]
     if differing:
         field = differing[0]
-        warning = f"{origin}: its {field} is {made_for.get(field)}, this model's is {fingerprint.get(field)}"
+        warning = (
+            f"{origin}: its {field} is {made_for.get(field)}, this model's is "
+            f"{fingerprint.get(field)}"
+        )
         if made_for.get("id") == fingerprint.get("id"):
-            warning += "; both models have this name, so set model.name= to keep their artifacts apart"
+            warning += (
+                "; both models have this name, so set model.name= to keep their artifacts apart"
+            )
     elif made_for.get("weights_hash") is None:
-        warning = f"{origin}: its manifest does not identify that model's weights, so these were not compared"
+        warning = (
+            f"{origin}: its manifest does not identify that model's weights, so these were "
+            f"not compared"
+        )
     elif unknown:
-        warning = f"{origin}: this model's weights are quantized, offloaded or divided among ranks, so they were not compared"
+        warning = (
+            f"{origin}: this model's weights are quantized, offloaded or divided among "
+            f"ranks, so they were not compared"
+        )
     else:
         return None
     if strict or set(differing) & set(SHAPE_FIELDS):

@@ -1,6 +1,8 @@
-"""The key ``sparse_attention_config`` of a model's ``config.json``, which holds the options of ``msattn.attach``.
+"""The key ``sparse_attention_config`` of a model's ``config.json``, which holds the options of
+``msattn.attach``.
 
-It has the format of NVIDIA's Model-Optimizer: groups of settings, each for one algorithm. Readers ignore unknown groups.
+It has the format of NVIDIA's Model-Optimizer: groups of settings, each for one algorithm. Readers
+ignore unknown groups.
 """
 
 import json
@@ -16,7 +18,9 @@ OWN = "."  # instead of a path: the folder or Hub repository of the model itself
 
 
 def with_settings(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a ``config.json`` with ``settings`` as the group for msattn; all other keys and groups are kept."""
+    """Returns a ``config.json`` with ``settings`` as the group for msattn; all other keys and
+    groups are kept.
+    """
     section = config.get(KEY)
     section = dict(section) if isinstance(section, Mapping) else {}
     groups = {name: group for name, group in _groups(section).items() if not _is_own(group)}
@@ -27,10 +31,14 @@ def with_settings(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dic
 
 
 def settings_of(section: Any) -> dict[str, Any] | None:
-    """Returns the settings for msattn in the value of the key, which may be of another form; None if there are none."""
+    """Returns the settings for msattn in the value of the key, which may be of another form; None
+    if there are none.
+    """
     for group in _groups(section).values():
         if _is_own(group):
-            return {name: value for name, value in group.items() if name not in ("algorithm", "targets")}
+            return {
+                name: value for name, value in group.items() if name not in ("algorithm", "targets")
+            }
     return None
 
 

@@ -1,4 +1,6 @@
-"""Shared parts of the commands that answer prompts (generate, chat, serve): loading, tracking, greedy answers, their times."""
+"""Shared parts of the commands that answer prompts (generate, chat, serve): loading, tracking,
+greedy answers, their times.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +29,9 @@ from msattn.trainer.training.tracker import Tracker
 
 @dataclass(frozen=True)
 class Served:
-    """A model before its weights are read, its artifacts by kind (None: there is none), and the options that attach them."""
+    """A model before its weights are read, its artifacts by kind (None: there is none), and the
+    options that attach them.
+    """
 
     model: models.Described
     chosen: dict[str, str | Path | None]
@@ -35,7 +39,9 @@ class Served:
 
 
 def find_served(cfg: AnswerConfig) -> Served:
-    """Reads all of a model but its weights, and loads its artifacts; there must be at least one, and all must fit."""
+    """Reads all of a model but its weights, and loads its artifacts; there must be at least one,
+    and all must fit.
+    """
     chosen = _artifacts(cfg)
     model = models.describe(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     gate, kind = chosen["gate"], _router_kind(chosen)
@@ -53,15 +59,21 @@ def find_served(cfg: AnswerConfig) -> Served:
 
 
 def _artifacts(cfg: AnswerConfig) -> dict[str, str | Path | None]:
-    """Returns the paths of the artifacts by kind: from the configuration, otherwise those of the model and name.
+    """Returns the paths of the artifacts by kind: from the configuration, otherwise those of the
+    model and name.
 
-    With a training-free selection such as ``select=quest``, only artifacts from the configuration count.
+    With a training-free selection such as ``select=quest``, only artifacts from the configuration
+    count.
     """
     untrained = not cfg.select.by_gate
     if untrained and cfg.artifacts.gate:
-        raise UserError(f"artifacts.gate={cfg.artifacts.gate}: select={cfg.select.scores} reads no gate; give one of them")
+        raise UserError(
+            f"artifacts.gate={cfg.artifacts.gate}: select={cfg.select.scores} reads no gate; give "
+            f"one of them"
+        )
     chosen: dict[str, str | Path | None] = {
-        kind: getattr(cfg.artifacts, kind) or (None if untrained else artifacts.default_artifact(cfg, kind))
+        kind: getattr(cfg.artifacts, kind)
+        or (None if untrained else artifacts.default_artifact(cfg, kind))
         for kind in artifacts.KINDS
     }
     if untrained:
@@ -69,7 +81,8 @@ def _artifacts(cfg: AnswerConfig) -> dict[str, str | Path | None]:
     elif not any(chosen.values()):
         config_and_tokenizer(cfg.model)  # a model that is not supported has its own message
         raise UserError(
-            f"{cfg.folder}: no gate, k-means or classifier here; train one, e.g. msattn train-gate {cfg.arguments(cfg.name)}, "
+            f"{cfg.folder}: no gate, k-means or classifier here; train one, e.g. msattn "
+            f"train-gate {cfg.arguments(cfg.name)}, "
             "or add select=quest, which needs no training"
         )
     given = [kind for kind in ROUTER_KINDS if getattr(cfg.artifacts, kind)]
@@ -81,17 +94,23 @@ def _artifacts(cfg: AnswerConfig) -> dict[str, str | Path | None]:
 
 
 @contextmanager
-def tracked(cfg: AnswerConfig, job: str, served: Served | None, *, after_work: bool = False) -> Iterator[Tracker | None]:
-    """Yields a tracker that has recorded the artifacts of ``served`` (None: served densely), or None with ``tracker=none``.
+def tracked(
+    cfg: AnswerConfig, job: str, served: Served | None, *, after_work: bool = False
+) -> Iterator[Tracker | None]:
+    """Yields a tracker that has recorded the artifacts of ``served`` (None: served densely), or
+    None with ``tracker=none``.
 
-    Each start has its own folder, because otherwise the steps of two servers would look like a resumed run.
+    Each start has its own folder, because otherwise the steps of two servers would look like a
+    resumed run.
     """
     if cfg.tracker.kind == "none":
         yield None
         return
     folder = cfg.folder / "runs" / job / f"{datetime.now():%Y%m%d-%H%M%S}"
     run_name = f"{cfg.model.name}-{cfg.name}-{job}"
-    with Tracker.of_job(cfg, job, folder=folder, run_name=run_name, after_work=after_work) as tracker:
+    with Tracker.of_job(
+        cfg, job, folder=folder, run_name=run_name, after_work=after_work
+    ) as tracker:
         attached = [served.options["gate"], served.options["qmodel"]] if served is not None else []
         for module in attached:
             if module is not None and module.artifact is not None:
@@ -100,13 +119,17 @@ def tracked(cfg: AnswerConfig, job: str, served: Served | None, *, after_work: b
 
 
 def describe(cfg: AnswerConfig, served: Served) -> str:
-    """Describes what prompts and new tokens read, e.g. ``tiny: prompts by quest, topk, sparsity=0.9; new tokens dense``."""
+    """Describes what prompts and new tokens read, e.g.
+    ``tiny: prompts by quest, topk, sparsity=0.9; new tokens dense``.
+    """
     prompts = new_tokens = "dense"
     if served.options["select"] is not None:
         scores = cfg.select.scores
         source = _artifact("gate", served, scores) if served.chosen["gate"] else scores
         share = cfg.select.sparsity  # not every policy has it
-        prompts = ", ".join([f"by {source}", cfg.select.policy, *([] if share is None else [f"sparsity={share:g}"])])
+        prompts = ", ".join(
+            [f"by {source}", cfg.select.policy, *([] if share is None else [f"sparsity={share:g}"])]
+        )
     kind = _router_kind(served.chosen)
     if kind is not None:
         new_tokens = f"by {_artifact(kind, served)}"
@@ -121,17 +144,25 @@ def _artifact(kind: str, served: Served, name: str | None = None) -> str:
     path, name = served.chosen[kind], name or kind
     if kind == "qmodel" and path in ROUTERS:
         return str(path)
-    return f"the embedded {name}" if path in ("embedded", artifacts.SHIPPED / kind) else f"{name} {path}"
+    return (
+        f"the embedded {name}"
+        if path in ("embedded", artifacts.SHIPPED / kind)
+        else f"{name} {path}"
+    )
 
 
 def check_fits(config: Any, prompt_tokens: int, max_new_tokens: int, what: str) -> None:
-    """Raises UserError if the model has too few positions for the tokens of ``what``, a prompt, and the new ones."""
+    """Raises UserError if the model has too few positions for the tokens of ``what``, a prompt, and
+    the new ones.
+    """
     given = f"the {what}'s {prompt_tokens} tokens and max_new_tokens={max_new_tokens}"
     models.check_length(config, prompt_tokens + max_new_tokens, given)
 
 
 class Clock(TokenClock):
-    """Records the new tokens and their times, and passes them on to another streamer, except for those in ``hidden``."""
+    """Records the new tokens and their times, and passes them on to another streamer, except for
+    those in ``hidden``.
+    """
 
     def __init__(self, streamer: BaseStreamer | None = None, hidden: Sequence[int] = ()) -> None:
         super().__init__()
@@ -162,8 +193,12 @@ class Clock(TokenClock):
         return len(rest) / (rest[-1] - first) if rest else float("nan")
 
 
-def generate_greedily(loaded: models.Loaded, ids: Tensor, max_new_tokens: int, clock: Clock, **options: Any) -> Tensor:
-    """Returns the tokens ``ids [1, N]`` and up to ``max_new_tokens`` new ones; ``options`` are those of ``generate``."""
+def generate_greedily(
+    loaded: models.Loaded, ids: Tensor, max_new_tokens: int, clock: Clock, **options: Any
+) -> Tensor:
+    """Returns the tokens ``ids [1, N]`` and up to ``max_new_tokens`` new ones; ``options`` are
+    those of ``generate``.
+    """
     model: Any = loaded.model
     with torch.no_grad():
         return model.generate(
@@ -179,7 +214,9 @@ def generate_greedily(loaded: models.Loaded, ids: Tensor, max_new_tokens: int, c
 
 @dataclass(frozen=True)
 class Answer:
-    """A greedy answer, the clock of its tokens, and what was read, as :meth:`msattn.trainer.serving.sparse.Sparse.stats`."""
+    """A greedy answer, the clock of its tokens, and what was read, as
+    :meth:`msattn.trainer.serving.sparse.Sparse.stats`.
+    """
 
     text: str
     clock: Clock
@@ -187,12 +224,19 @@ class Answer:
 
     @property
     def figures(self) -> dict[str, float]:
-        """The numbers of the answer for a tracker, without those that it does not have. They hold no text."""
+        """The numbers of the answer for a tracker, without those that it does not have. They hold
+        no text.
+        """
         figures: dict[str, float | None] = {"new_tokens": len(self.clock.tokens)}
         if self.clock.tokens:
-            figures |= {"first_token_s": self.clock.first_token_s, "tokens_per_s": self.clock.tokens_per_s}
+            figures |= {
+                "first_token_s": self.clock.first_token_s,
+                "tokens_per_s": self.clock.tokens_per_s,
+            }
         figures |= {name: self.stats.get(name) for name in ("sparsity", "selectivity")}
-        return {name: value for name, value in figures.items() if value is not None and value == value}
+        return {
+            name: value for name, value in figures.items() if value is not None and value == value
+        }
 
 
 def format_number(value: float | None) -> str:

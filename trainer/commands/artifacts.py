@@ -1,4 +1,6 @@
-"""``msattn push``, ``configure`` and ``import-gate``: upload artifacts, name them in a model's files, import released gates."""
+"""``msattn push``, ``configure`` and ``import-gate``: upload artifacts, name them in a model's
+files, import released gates.
+"""
 
 import os
 from collections.abc import Sequence
@@ -20,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def push(folder: str, repository: str, *, private: bool = False) -> str:
-    """Uploads the artifacts in ``folder`` (of an artifact or a run) in one commit; prints and returns its URL."""
+    """Uploads the artifacts in ``folder`` (of an artifact or a run) in one commit; prints and
+    returns its URL.
+    """
     from msattn.trainer import artifacts
 
     url = artifacts.push(repository, _held(Path(folder).expanduser()), private=private)
@@ -49,7 +53,10 @@ def configure(model: str, settings: Sequence[str]) -> None:
     name = f"configure {shown(model)}"
     folder = local_folder(model)
     if folder is None:
-        raise UserError(f"{name}: no such folder; expected the folder of a model (msattn push configures one on the Hub)")
+        raise UserError(
+            f"{name}: no such folder; expected the folder of a model (msattn push configures one "
+            f"on the Hub)"
+        )
     files = ModelFiles(name, folder)
     given = dict(_setting(each, folder, name) for each in settings)
     with activity(name):
@@ -61,38 +68,63 @@ def configure(model: str, settings: Sequence[str]) -> None:
                 new.write_bytes(content)
         except OSError as error:
             raise write_error(path, error, resumes=False) from error
-    print(f"{path}  {KEY}: {', '.join(f'{key}={value}' for key, value in given.items())}", flush=True)
+    print(
+        f"{path}  {KEY}: {', '.join(f'{key}={value}' for key, value in given.items())}", flush=True
+    )
 
 
 def _setting(text: str, model: Path, name: str) -> tuple[str, object]:
-    """Returns key and value of ``key=value``; the path of an artifact is absolute, OWN if it is that of the model."""
+    """Returns key and value of ``key=value``; the path of an artifact is absolute, OWN if it is
+    that of the model.
+    """
     from msattn.trainer.artifacts.folders import is_hub_id
     from msattn.trainer.artifacts.model_config import OWN
 
     key, equals, value = text.partition("=")
     if not equals or not value:
-        raise UserError(f"{name}: {shown(text)}: expected key=value, e.g. gate=outputs/llama3/base or sparsity=0.8")
+        raise UserError(
+            f"{name}: {shown(text)}: expected key=value, e.g. gate=outputs/llama3/base or "
+            f"sparsity=0.8"
+        )
     if key not in ("gate", "qmodel"):
         return key, parse_yaml(f"value: {value}", f"{name}: {key}")["value"]
     path = os.path.abspath(os.path.expanduser(value))
-    is_name = value in ROUTERS or (value.isidentifier() and not os.path.lexists(path))  # also a wrong one
+    # also a wrong one
+    is_name = value in ROUTERS or (value.isidentifier() and not os.path.lexists(path))
     if value == "embedded" or (key == "qmodel" and is_name) or is_hub_id(value):
         return key, value
     return key, OWN if os.path.realpath(path) == os.path.realpath(model) else path
 
 
-def import_gate(source: str, folder: Path, *, overwrite: bool = False, finished_at: "Finished | None" = None) -> None:
-    """Converts gates released by SeerAttention's authors to an artifact; prints a description and how to try it."""
+def import_gate(
+    source: str, folder: Path, *, overwrite: bool = False, finished_at: "Finished | None" = None
+) -> None:
+    """Converts gates released by SeerAttention's authors to an artifact; prints a description and
+    how to try it.
+    """
     from msattn.trainer.methods.gate.official import import_gate as run
 
     with activity(f"importing {source}"):
         gate = run(source, folder, overwrite=overwrite, finished_at=finished_at)
     cfg, shape = gate.cfg, gate.model_shape()
-    layers, blocks, pools = f"{shape['num_layers']} layers", f"blocks of {cfg.block_size} tokens", "+".join(cfg.k_pool)
+    layers, blocks, pools = (
+        f"{shape['num_layers']} layers",
+        f"blocks of {cfg.block_size} tokens",
+        "+".join(cfg.k_pool),
+    )
     if cfg.phase == "decode":
-        what = f"decode gates of {layers} and {shape['num_kv_heads']} key/value heads, {blocks}, pooling {pools}"
+        what = (
+            f"decode gates of {layers} and {shape['num_kv_heads']} key/value heads, {blocks}, "
+            f"pooling {pools}"
+        )
         use = "keys=N (a budget of tokens), probes=N (blocks) or threshold=P (of a probability)"
     else:
-        what = f"gates of {layers} and {shape['num_heads']} heads, {blocks}, poolings {'+'.join(cfg.q_pool)} and {pools}"
-        use = "select=threshold (select.threshold, from 5e-4 to 5e-3) or select=topk (select.sparsity)"
+        what = (
+            f"gates of {layers} and {shape['num_heads']} heads, {blocks}, poolings "
+            f"{'+'.join(cfg.q_pool)} and {pools}"
+        )
+        use = (
+            "select=threshold (select.threshold, from 5e-4 to 5e-3) or select=topk "
+            "(select.sparsity)"
+        )
     print(f"{folder}  {what}\nThe gates have no calibrated thresholds: use {use}.", flush=True)

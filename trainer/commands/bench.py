@@ -31,12 +31,14 @@ DEFAULT_SIZES = {  # lengths; query heads, key/value heads
 
 
 def bench(cfg: BenchRunConfig) -> Path:
-    """Measures ``cfg.op`` on this device, writes the results to ``outputs/bench/<op>`` and returns that folder.
+    """Measures ``cfg.op`` on this device, writes the results to ``outputs/bench/<op>`` and returns
+    that folder.
 
-    The files are ``<direction>-<device>.csv`` and ``.png``, or ``<direction>-sweep-<device>`` for a sweep over tiles. They
-    replace earlier results of the same name. With ``bench.tune``, tiles that are faster than the shipped ones are saved for
-    this user and GPU. Rows are first written to ``<name>.partial.csv``, which remains if the run is interrupted. Raises
-    CheckFailed, without results, if the operation disagrees with its reference, at a small size or at a timed size.
+    The files are ``<direction>-<device>.csv`` and ``.png``, or ``<direction>-sweep-<device>`` for a
+    sweep over tiles. They replace earlier results of the same name. With ``bench.tune``, tiles that
+    are faster than the shipped ones are saved for this user and GPU. Rows are first written to
+    ``<name>.partial.csv``, which remains if the run is interrupted. Raises CheckFailed, without
+    results, if the operation disagrees with its reference, at a small size or at a timed size.
     """
     shape, options = _problem(cfg)
     sweep = cfg.bench.sweep or cfg.bench.tune
@@ -45,13 +47,17 @@ def bench(cfg: BenchRunConfig) -> Path:
     console = Console()
     notes = [CPU_NOTE] if shape.device == "cpu" else []
     about = context(f"{cfg.op} on this machine", asdict(cfg), {}, notes, torch.device(shape.device))
-    name = "-".join([cfg.bench.direction, *(["sweep"] if sweep else []), _device_name(shape.device)])
+    name = "-".join(
+        [cfg.bench.direction, *(["sweep"] if sweep else []), _device_name(shape.device)]
+    )
     partial = cfg.folder / f"{name}.partial.csv"
     with locked(cfg.folder / name):
         rows = _measure(cfg, shape, options, partial, about.commit, console)
         _publish(partial, cfg.folder / name, rows, notes)
     bench_report.print_report(rows, notes, console)
-    console.print(f"Results: [bold]{cfg.folder / name}.csv[/bold], [bold].png[/bold]", soft_wrap=True)
+    console.print(
+        f"Results: [bold]{cfg.folder / name}.csv[/bold], [bold].png[/bold]", soft_wrap=True
+    )
     _track(cfg, name, rows)
     if cfg.bench.tune:
         _save_faster_tiles(rows, cfg.op, shape, options, about.commit, console)
@@ -64,11 +70,22 @@ def _track(cfg: BenchRunConfig, name: str, rows: list[BenchRow]) -> None:
     with Tracker.of_job(cfg, "bench", folder=work, run_name=run_name, after_work=True) as tracker:
         tracker.image("times", cfg.folder / f"{name}.png")
         tracker.table("results", [row.record() for row in rows])
-        tracker.summary({f"{row.length}/{bench_report.label(row)}/ms": row.ms for row in rows if row.ms is not None})
+        tracker.summary(
+            {
+                f"{row.length}/{bench_report.label(row)}/ms": row.ms
+                for row in rows
+                if row.ms is not None
+            }
+        )
 
 
 def _measure(
-    cfg: BenchRunConfig, shape: Shape, options: Options, partial: Path, commit: str | None, console: Console
+    cfg: BenchRunConfig,
+    shape: Shape,
+    options: Options,
+    partial: Path,
+    commit: str | None,
+    console: Console,
 ) -> list[BenchRow]:
     """Returns all rows; after each one, ``partial`` is rewritten with the rows so far."""
     rows: list[BenchRow] = []
@@ -76,12 +93,18 @@ def _measure(
     began = time.monotonic()
 
     def describe() -> str:
-        return "" if console.is_terminal else f"{state}, {duration(time.monotonic() - began)} so far"
+        return (
+            "" if console.is_terminal else f"{state}, {duration(time.monotonic() - began)} so far"
+        )
 
-    measured = (kernels.sweep if cfg.bench.sweep or cfg.bench.tune else kernels.measure)(cfg.op, shape, options)
+    measured = (kernels.sweep if cfg.bench.sweep or cfg.bench.tune else kernels.measure)(
+        cfg.op, shape, options
+    )
     try:
         with console.status(state) as status, report(describe):
-            for row in written_rows(measured, partial, lambda row: row.record() | {"commit": commit or ""}):
+            for row in written_rows(
+                measured, partial, lambda row: row.record() | {"commit": commit or ""}
+            ):
                 rows.append(row)
                 state = f"{cfg.op}: {row.length:,} keys, {bench_report.label(row)}: done"
                 status.update(state)
@@ -100,59 +123,103 @@ def _check_sweep(cfg: BenchRunConfig, shape: Shape, options: Options) -> None:
     if not swept:
         raise UserError(f"{key}: {cfg.op} has no candidate tiles")
     if cfg.bench.tune and not swept <= set(tuned.FULL_PRECISION):
-        raise UserError(f"{key}: {cfg.op} chooses its tiles by shape; bench.sweep=true shows their times")
+        raise UserError(
+            f"{key}: {cfg.op} chooses its tiles by shape; bench.sweep=true shows their times"
+        )
     if cfg.bench.tune and shape.dtype.itemsize != 2:
-        raise UserError(f"{key}: bench.dtype must be bfloat16 or float16; tiles of float32 cannot be chosen")
+        raise UserError(
+            f"{key}: bench.dtype must be bfloat16 or float16; tiles of float32 cannot be chosen"
+        )
 
 
 def _save_faster_tiles(
-    rows: list[BenchRow], operation: str, shape: Shape, options: Options, commit: str | None, console: Console
+    rows: list[BenchRow],
+    operation: str,
+    shape: Shape,
+    options: Options,
+    commit: str | None,
+    console: Console,
 ) -> None:
-    """Saves the tiles that were faster than the shipped ones, which must have a time at each length, and prints them."""
+    """Saves the tiles that were faster than the shipped ones, which must have a time at each
+    length, and prints them.
+    """
     from msattn.kernels.common.primitives import padded_head  # imports Triton
 
     for row in rows:
         if row.variant == SHIPPED and row.ms is None:
-            raise UserError(f"bench.tune=true: no tile is saved; the shipped tiles at {row.length:,} keys: {row.note}")
+            raise UserError(
+                f"bench.tune=true: no tile is saved; the shipped tiles at {row.length:,} keys: "
+                f"{row.note}"
+            )
     faster = kernels.faster_tiles(operation, options.backward, rows)
     swept = {kernel for kernel, _ in kernels.list_candidates(operation, options.backward)}
     size = tuned.head_bytes(padded_head(shape.head_size), shape.dtype)
     path = save_tiles(rows[0].device, size, swept, faster, commit)
     for kernel in sorted(swept):
         tile, speedup = faster.get(kernel, (None, 1.0))
-        chosen = f"{'-'.join(map(str, tile))}, {speedup:.3f} x the speed of the shipped tile" if tile else "shipped tile kept"
+        chosen = (
+            f"{'-'.join(map(str, tile))}, {speedup:.3f} x the speed of the shipped tile"
+            if tile
+            else "shipped tile kept"
+        )
         console.print(f"{kernel}: {chosen}", markup=False, soft_wrap=True)
     console.print(f"Tiles: [bold]{path}[/bold]", soft_wrap=True)
 
 
 def save_tiles(
-    gpu: str, head_bytes: int, swept: set[str], faster: Mapping[str, tuple[Tile, float]], commit: str | None = None
+    gpu: str,
+    head_bytes: int,
+    swept: set[str],
+    faster: Mapping[str, tuple[Tile, float]],
+    commit: str | None = None,
 ) -> Path:
-    """Replaces the entries of the swept kernels in the user's file for ``gpu``, and returns the file.
+    """Replaces the entries of the swept kernels in the user's file for ``gpu``, and returns the
+    file.
 
-    ``faster`` is ``{kernel: (tile, speedup over the shipped tile)}``; swept kernels that are not in it return to their shipped
-    tile. Entries of other kernels and head sizes (``tuned.head_bytes``) remain, unless they are of another version of Triton.
+    ``faster`` is ``{kernel: (tile, speedup over the shipped tile)}``; swept kernels that are not in
+    it return to their shipped tile. Entries of other kernels and head sizes (``tuned.head_bytes``)
+    remain, unless they are of another version of Triton.
     """
     path = tuned.user_tiles_path(gpu)
     new = [
-        {"kernel": kernel, "head_bytes": head_bytes, **tile._asdict(), "faster": round(speedup, 3), "commit": commit}
+        {
+            "kernel": kernel,
+            "head_bytes": head_bytes,
+            **tile._asdict(),
+            "faster": round(speedup, 3),
+            "commit": commit,
+        }
         for kernel, (tile, speedup) in faster.items()
     ]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path):
-            found = json.loads(path.read_text(encoding="utf-8"))["tiles"] if tuned.read_user_tiles(gpu) else []
-            kept = [row for row in found if not (row["kernel"] in swept and row["head_bytes"] == head_bytes)]
-            document = json.dumps({**tuned.user_tiles_header(gpu), "tiles": kept + new}, indent=1) + "\n"
+            found = (
+                json.loads(path.read_text(encoding="utf-8"))["tiles"]
+                if tuned.read_user_tiles(gpu)
+                else []
+            )
+            kept = [
+                row
+                for row in found
+                if not (row["kernel"] in swept and row["head_bytes"] == head_bytes)
+            ]
+            document = (
+                json.dumps({**tuned.user_tiles_header(gpu), "tiles": kept + new}, indent=1) + "\n"
+            )
             with replace_file(path) as temporary:
                 temporary.write_text(document, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({error.strerror}); set MSATTN_CACHE to another folder") from error
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}); set MSATTN_CACHE to another folder"
+        ) from error
     return path
 
 
 def _problem(cfg: BenchRunConfig) -> tuple[Shape, Options]:
-    """Returns the shape of the problem and the measurements to make; sizes that are null depend on the device."""
+    """Returns the shape of the problem and the measurements to make; sizes that are null depend on
+    the device.
+    """
     device, chosen = resolve_device(cfg.device), cfg.bench
     lengths, heads = DEFAULT_SIZES[device.type]
     q_heads, kv_heads = chosen.heads or heads
@@ -192,4 +259,6 @@ def _publish(partial: Path, results: Path, rows: list[BenchRow], notes: list[str
             figure.savefig(temporary, dpi=150, format="png")
         partial.replace(results.with_name(f"{results.name}.csv"))
     except OSError as error:
-        raise write_error(results, error, kept=f"the rows are in {partial}", resumes=False) from error
+        raise write_error(
+            results, error, kept=f"the rows are in {partial}", resumes=False
+        ) from error

@@ -72,20 +72,30 @@ COLUMNS: dict[str, Callable[[BenchRow], str]] = {
     "compile": lambda row: _optional(row.compile_s, "{:.1f} s"),
 }
 TEXT_COLUMNS = ("variant",)
-OPTIONAL_COLUMNS = ("memory", "quartiles", "x eager", "compile", "error", "rate")  # go in this order in a narrow terminal
-LEGEND = "share: of this machine's measured peak; error: relative error of a row; x: speedup over a peer"
+# go in this order in a narrow terminal
+OPTIONAL_COLUMNS = ("memory", "quartiles", "x eager", "compile", "error", "rate")
+LEGEND = (
+    "share: of this machine's measured peak; error: relative error of a row; x: speedup over a peer"
+)
 
 
 def table(rows: Sequence[BenchRow], width: int) -> Table:
-    """Returns the rows that have a time as a table of ``width`` characters with a section for each length."""
+    """Returns the rows that have a time as a table of ``width`` characters with a section for each
+    length.
+    """
     timed = [row for row in rows if row.ms is not None]
     columns = {header: [cell(row) for row in timed] for header, cell in COLUMNS.items()}
     for peer in dict.fromkeys(peer for row in timed for peer in row.times):
         columns[f"x {peer}"] = [_optional(row.times.get(peer), "{:.3g}") for row in timed]
     columns = {header: cells for header, cells in columns.items() if any(cells)}
     columns = fitting(columns, width, TEXT_COLUMNS, [[header] for header in OPTIONAL_COLUMNS])
-    heading, ours = f"{title(rows[0])}\n{LEGEND}" if rows else "", [row.variant in OURS for row in timed]
-    return filled(heading, columns, TEXT_COLUMNS, [row.length for row in timed], ours, sections=True)
+    heading, ours = (
+        f"{title(rows[0])}\n{LEGEND}" if rows else "",
+        [row.variant in OURS for row in timed],
+    )
+    return filled(
+        heading, columns, TEXT_COLUMNS, [row.length for row in timed], ours, sections=True
+    )
 
 
 def figure(rows: Sequence[BenchRow], notes: Sequence[str]) -> "Figure":
@@ -108,19 +118,26 @@ def figure(rows: Sequence[BenchRow], notes: Sequence[str]) -> "Figure":
     share.set(ylabel="share of the measured peak (%)", ylim=(0, None))
     if rows:
         drawn.suptitle("\n".join([title(rows[0]), *notes]), fontsize=10)
-    drawn.legend(*time.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8)
+    drawn.legend(
+        *time.get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=8
+    )
     return drawn
 
 
 def line_styles(rows: Sequence[BenchRow]) -> dict[str, dict[str, Any]]:
     """Returns the style of each line: its own colour, and one marker per setting.
 
-    The first line of a variant in :data:`COLORS` has that colour. The other lines have evenly spaced hues.
+    The first line of a variant in :data:`COLORS` has that colour. The other lines have evenly
+    spaced hues.
     """
     settings = list(dict.fromkeys(row.setting for row in rows))
     lines = {label(row): row for row in rows}
     first = {row.variant: name for name, row in reversed(lines.items())}
-    others = [name for name, row in lines.items() if row.variant not in COLORS or first[row.variant] != name]
+    others = [
+        name
+        for name, row in lines.items()
+        if row.variant not in COLORS or first[row.variant] != name
+    ]
     styles = {}
     for name, row in lines.items():
         number, ours = settings.index(row.setting), row.variant in OURS

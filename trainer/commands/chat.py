@@ -52,7 +52,10 @@ class Turn(Answer):
 
     @property
     def figures(self) -> dict[str, float]:
-        return {"new_prompt_tokens": self.new_tokens, "cached_tokens": self.cached_tokens} | super().figures
+        return {
+            "new_prompt_tokens": self.new_tokens,
+            "cached_tokens": self.cached_tokens,
+        } | super().figures
 
     def __str__(self) -> str:
         parts = [f"{self.new_tokens} new prompt tokens", f"{self.cached_tokens} in the cache"]
@@ -61,7 +64,9 @@ class Turn(Answer):
         if len(self.clock.tokens) > 1:
             parts.append(f"{format_number(self.clock.tokens_per_s)} tokens/s")
         read = {name: self.stats[name] for name in ("sparsity", "selectivity")}
-        parts += [f"{name} {format_number(value)}" for name, value in read.items() if value is not None]
+        parts += [
+            f"{name} {format_number(value)}" for name, value in read.items() if value is not None
+        ]
         if self.stats["dense_by_choice"]:
             parts.append("dense where that is faster (dense_below=0: sparse everywhere)")
         if self.stats["dense_fallbacks"]:
@@ -70,7 +75,9 @@ class Turn(Answer):
 
 
 class StopOnInterrupt(StoppingCriteria):
-    """Ends an answer at its next token after Ctrl-C, inside the context; a second Ctrl-C raises KeyboardInterrupt."""
+    """Ends an answer at its next token after Ctrl-C, inside the context; a second Ctrl-C raises
+    KeyboardInterrupt.
+    """
 
     def __init__(self) -> None:
         self.interrupted = False
@@ -103,37 +110,55 @@ class Conversation:
         self._forget_cache()
 
     def answer(self, message: str) -> Turn:
-        """Generates the answer to ``message`` and prints it token by token. Ctrl-C stops it; what was printed remains."""
+        """Generates the answer to ``message`` and prints it token by token. Ctrl-C stops it; what
+        was printed remains.
+        """
         messages: Messages = [*self.messages, {"role": "user", "content": message}]
         tokenizer: Any = self.loaded.tokenizer
         with StopOnInterrupt() as stop:
             ids = _encoded(self.cfg, self.loaded, messages).to(self.loaded.model.device)
             known = self._keep_prefix(ids[0].tolist())
             ends = end_tokens(self.loaded.model)  # not every tokenizer marks these as special
-            clock = Clock(TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True), hidden=ends)
+            clock = Clock(
+                TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True), hidden=ends
+            )
             with attach(self.loaded.model, **self.options) as sparse:
                 self._generate(ids, clock, stop)
-            text = tokenizer.decode([each for each in clock.tokens if each not in ends], skip_special_tokens=True)
+            text = tokenizer.decode(
+                [each for each in clock.tokens if each not in ends], skip_special_tokens=True
+            )
             if clock.tokens:  # otherwise the message was not read
                 self.messages = [*messages, {"role": "assistant", "content": text}]
-            return Turn(text, clock, sparse.stats(), ids.shape[1] - known, len(self.cached), stop.interrupted)
+            return Turn(
+                text,
+                clock,
+                sparse.stats(),
+                ids.shape[1] - known,
+                len(self.cached),
+                stop.interrupted,
+            )
 
     def _generate(self, ids: Tensor, clock: Clock, stop: StopOnInterrupt) -> None:
         options = {"past_key_values": self.cache, "stopping_criteria": StoppingCriteriaList([stop])}
         try:
-            tokens = generate_greedily(self.loaded, ids, self.cfg.max_new_tokens, clock, **options)[0]
+            tokens = generate_greedily(self.loaded, ids, self.cfg.max_new_tokens, clock, **options)[
+                0
+            ]
         except BaseException as error:
             self._forget_cache()  # a pass that was cut short leaves layers of different lengths
             if not isinstance(error, KeyboardInterrupt) or isinstance(error, Terminated):
                 raise
             clock.end()
         else:
-            self.cached = tokens[: self.cache.get_seq_length()].tolist()  # the last token was not fed to the model
+            # the last token was not fed to the model
+            self.cached = tokens[: self.cache.get_seq_length()].tolist()
 
     def _keep_prefix(self, ids: list[int]) -> int:
-        """Crops the cache to the tokens that ``ids`` begin with, without the last; returns their number.
+        """Crops the cache to the tokens that ``ids`` begin with, without the last; returns their
+        number.
 
-        Templates may rewrite earlier turns (drop reasoning), and an answer's text may have other tokens than those generated.
+        Templates may rewrite earlier turns (drop reasoning), and an answer's text may have other
+        tokens than those generated.
         """
         known = common_prefix(self.cached, ids[:-1])
         if known < len(self.cached) and not can_crop(self.cache):
@@ -151,15 +176,21 @@ class Conversation:
 
 
 def chat(cfg: GenerateConfig, prompt: str = "") -> None:
-    """Answers the lines of standard input until it ends; ``prompt`` is the message before them, "" for none."""
+    """Answers the lines of standard input until it ends; ``prompt`` is the message before them, ""
+    for none.
+    """
     served = find_served(cfg)
-    around_prompt(served.model.tokenizer, cfg.chat)  # refuses chat=true without a template before the first message
+    # refuses chat=true without a template before the first message
+    around_prompt(served.model.tokenizer, cfg.chat)
     if prompt:
         _encoded(cfg, served.model, [{"role": "user", "content": prompt}])
     loaded = served.model.load()
     with attach(loaded.model, **served.options):
         pass  # refuses artifacts that do not fit before the first message
-    conversation, console = Conversation(cfg, loaded, served.options), Console(highlight=False, soft_wrap=True)
+    conversation, console = (
+        Conversation(cfg, loaded, served.options),
+        Console(highlight=False, soft_wrap=True),
+    )
     console.print(f"{describe(cfg, served)}. /help lists the commands.", style="dim", markup=False)
     # No lines about the time that the command has taken.
     with tracked(cfg, "generate", served) as tracker, report(lambda: ""):
@@ -182,7 +213,9 @@ def _encoded(cfg: GenerateConfig, model: Described | Loaded, messages: Messages)
 
 
 def _messages(prompt: str, conversation: Conversation, console: Console) -> Iterator[str]:
-    """Yields ``prompt`` and the lines of standard input that are messages, and carries out those that are commands."""
+    """Yields ``prompt`` and the lines of standard input that are messages, and carries out those
+    that are commands.
+    """
     if prompt:
         yield prompt
     while (line := _read_line()) is not None:
@@ -194,7 +227,11 @@ def _messages(prompt: str, conversation: Conversation, console: Console) -> Iter
         elif command == "/reset":
             conversation.reset()
         elif re.match(r"/[^\s/]*(\s|$)", command):  # not the path that a message may begin with
-            console.print(f"{command.split()[0]}: the commands are /reset, /help, /exit", style="dim", markup=False)
+            console.print(
+                f"{command.split()[0]}: the commands are /reset, /help, /exit",
+                style="dim",
+                markup=False,
+            )
         elif command:
             yield line
 

@@ -14,9 +14,11 @@ from msattn.trainer.errors import UserError
 
 
 def complete(command: str, words: Sequence[str], incomplete: str) -> list[str]:
-    """Returns the overrides of ``command`` that begin with ``incomplete``; ``words`` are the overrides before it.
+    """Returns the overrides of ``command`` that begin with ``incomplete``; ``words`` are the
+    overrides before it.
 
-    Bash splits ``key=val`` into ``key``, ``=`` and ``val``; then only the part after the equals sign is completed.
+    Bash splits ``key=val`` into ``key``, ``=`` and ``val``; then only the part after the equals
+    sign is completed.
     """
     words, split = list(words), ""
     if words and words[-1] == "=":
@@ -38,14 +40,28 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def complete_topic(context: Any, incomplete: str) -> list[str]:
-    """Returns the commands, groups and keys that begin with ``incomplete``; ``context`` is the command line's."""
+    """Returns the commands, groups and keys that begin with ``incomplete``; ``context`` is the
+    command line's.
+    """
     keys = [known_keys(command.schema) for command in COMMANDS.values()]
-    names = dict.fromkeys([*context.parent.command.list_commands(context), *group_options(), *chain.from_iterable(keys)])
-    return [name for name in names if name.startswith(incomplete) and name.count(".") <= incomplete.count(".")]
+    names = dict.fromkeys(
+        [
+            *context.parent.command.list_commands(context),
+            *group_options(),
+            *chain.from_iterable(keys),
+        ]
+    )
+    return [
+        name
+        for name in names
+        if name.startswith(incomplete) and name.count(".") <= incomplete.count(".")
+    ]
 
 
 def _names(known: CommandKeys, incomplete: str) -> list[str]:
-    """Returns ``group=`` and ``key=``; of nested keys only the part to the next dot, unless it is the only one."""
+    """Returns ``group=`` and ``key=``; of nested keys only the part to the next dot, unless it is
+    the only one.
+    """
     names = [f"{name}=" for name in (*known.groups, *known.keys) if name.startswith(incomplete)]
     while True:
         parts = {name: name.find(".", len(incomplete)) + 1 or len(name) for name in names}
@@ -56,7 +72,9 @@ def _names(known: CommandKeys, incomplete: str) -> list[str]:
 
 
 def _values(known: CommandKeys, name: str, value: str) -> list[str]:
-    """Returns ``name=value`` for the choices of a group or key. In a sweep or a list the last item is completed."""
+    """Returns ``name=value`` for the choices of a group or key. In a sweep or a list the last item
+    is completed.
+    """
     if name in known.groups:
         choices, is_list = [*known.groups[name].options], False
     elif name in known.keys:

@@ -1,4 +1,6 @@
-"""``msattn demo``: all steps from text to report on the embedded model, in a few minutes on two CPU cores."""
+"""``msattn demo``: all steps from text to report on the embedded model, in a few minutes on two CPU
+cores.
+"""
 
 import json
 import re
@@ -23,30 +25,38 @@ MAX_BYTES = 100_000  # of the file with the finished steps
 BASELINES = ("quest", "vertical_slash", "mean_pool")
 
 STEPS = {  # commands and what they do
-    "train-gate": "Trains SeerAttention gates, which predict the key blocks that each query block needs.",
+    "train-gate": "Trains SeerAttention gates, which predict the key blocks that each query block "
+    "needs.",
     "fit-kmeans": "Clusters the keys before RoPE into buckets with k-means.",
     "train-qmodel": "Trains query classifiers, which predict the buckets that each query needs.",
-    "eval": "Compares them with the shipped gate, which was trained longer, and with methods that need no training.",
+    "eval": "Compares them with the shipped gate, which was trained longer, and with methods that "
+    "need no training.",
 }
-# Duration of each step on a CPU, in dense passes of the model over a chunk. Both slow down on a busy machine.
+# Duration of each step on a CPU, in dense passes of the model over a chunk. Both slow down on a
+# busy machine.
 PASSES = {"train-gate": 220, "fit-kmeans": 10, "train-qmodel": 60, "eval": 170}
-WITHOUT_EFFECT = ("outputs", "name", "device", "resume", "seed", "tracker")  # overrides that leave the durations as they are
+# overrides that leave the durations as they are
+WITHOUT_EFFECT = ("outputs", "name", "device", "resume", "seed", "tracker")
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The steps of a demo that are finished, with the folders of their results, and its overrides."""
+    """The steps of a demo that are finished, with the folders of their results, and its
+    overrides.
+    """
 
     overrides: list[str]
     folders: dict[str, str]
 
 
 def demo(overrides: Sequence[str] = ()) -> Path:
-    """Runs :data:`STEPS` with ``experiment=demo``, prints the answers to a needle prompt and returns the HTML report.
+    """Runs :data:`STEPS` with ``experiment=demo``, prints the answers to a needle prompt and
+    returns the HTML report.
 
-    The results replace those of an earlier demo. ``overrides`` must be valid for every command, e.g. ``outputs=/tmp/demo``;
-    ``steps=[train-gate,eval]`` leaves steps out, and ``resume=true`` goes on where an interrupted demo stopped. Without the
-    step ``eval`` there is no report, and the folder of the last step is returned.
+    The results replace those of an earlier demo. ``overrides`` must be valid for every command,
+    e.g. ``outputs=/tmp/demo``; ``steps=[train-gate,eval]`` leaves steps out, and ``resume=true``
+    goes on where an interrupted demo stopped. Without the step ``eval`` there is no report, and the
+    folder of the last step is returned.
     """
     chosen = _chosen_steps(overrides)
     given = [each for each in overrides if not each.startswith(("steps=", "resume="))]
@@ -57,8 +67,15 @@ def demo(overrides: Sequence[str] = ()) -> Path:
     resume = [each for each in overrides if each.startswith("resume=")]
     configs = {command: compose(command, [*words, *resume]) for command, words in arguments.items()}
     cfg = configs[chosen[0]]
-    if "train-qmodel" in chosen and "fit-kmeans" not in chosen and not (cfg.folder / "kmeans").exists():
-        raise UserError(f"steps={','.join(chosen)}: train-qmodel needs fit-kmeans, as {cfg.folder} has no k-means")
+    if (
+        "train-qmodel" in chosen
+        and "fit-kmeans" not in chosen
+        and not (cfg.folder / "kmeans").exists()
+    ):
+        raise UserError(
+            f"steps={','.join(chosen)}: train-qmodel needs fit-kmeans, as {cfg.folder} has no "
+            f"k-means"
+        )
     if cfg.model.is_embedded and "eval" in chosen:
         arguments["eval"].append("artifacts.gate=embedded")
     console, begin, path = Console(), time.perf_counter(), cfg.folder / "runs" / "demo.json"
@@ -75,7 +92,9 @@ def demo(overrides: Sequence[str] = ()) -> Path:
         try:
             (folder,) = launch(command, [*arguments[command], *resume])
         except KeyboardInterrupt as stop:
-            raise type(stop)(f"{str(stop) or 'stopped'}; the same command with resume=true continues the demo") from stop
+            raise type(stop)(
+                f"{str(stop) or 'stopped'}; the same command with resume=true continues the demo"
+            ) from stop
         resume = []  # one step was interrupted, the others begin
         done.folders[command] = str(folder)
         _write_finished(path, done)
@@ -86,7 +105,10 @@ def demo(overrides: Sequence[str] = ()) -> Path:
     rows = json.loads((folder / "results.json").read_text(encoding="utf-8"))["rows"]
     _print_answers(rows, configs["eval"].select.scores, console)
     report = folder / "report.html"
-    console.print(f"Done in {time.perf_counter() - begin:.0f} s. Report: [bold]{report}[/bold]", soft_wrap=True)
+    console.print(
+        f"Done in {time.perf_counter() - begin:.0f} s. Report: [bold]{report}[/bold]",
+        soft_wrap=True,
+    )
     return report
 
 
@@ -107,7 +129,10 @@ def _read_finished(path: Path, given: list[str]) -> Finished:
         return Finished(given, {})
     before = checked(read_json(path, str(path), MAX_BYTES), Finished, str(path))
     if before.overrides != given:
-        raise UserError(f"resume=true: the demo in {path.parents[1]} has the overrides {before.overrides}, not {given}")
+        raise UserError(
+            f"resume=true: the demo in {path.parents[1]} has the overrides {before.overrides}, "
+            f"not {given}"
+        )
     return before
 
 
@@ -121,18 +146,32 @@ def _write_finished(path: Path, done: Finished) -> None:
 
 
 def _print_plan(cfg: Any, chosen: list[str], done: Finished, console: Console) -> None:
-    """Prints what the demo will do and, on a CPU with the demo's own sizes, about how long that takes on this machine."""
+    """Prints what the demo will do and, on a CPU with the demo's own sizes, about how long that
+    takes on this machine.
+    """
     left = [command for command in chosen if command not in done.folders]
     known = left and all(each.startswith(WITHOUT_EFFECT) for each in done.overrides)
     seconds = _seconds_of_a_pass(cfg) if known else None
-    times = {command: "" if seconds is None else f"about {duration(seconds * PASSES[command])}" for command in left}
-    total = "" if seconds is None else f", about {duration(seconds * sum(map(PASSES.__getitem__, left)))} on this machine"
-    console.print(f"[bold]msattn demo: {len(left)} steps on {cfg.model.name}{total}[/bold]", highlight=False)
+    times = {
+        command: "" if seconds is None else f"about {duration(seconds * PASSES[command])}"
+        for command in left
+    }
+    total = (
+        ""
+        if seconds is None
+        else f", about {duration(seconds * sum(map(PASSES.__getitem__, left)))} on this machine"
+    )
+    console.print(
+        f"[bold]msattn demo: {len(left)} steps on {cfg.model.name}{total}[/bold]", highlight=False
+    )
     table = Table(box=None, pad_edge=False, show_header=False)
     for command in chosen:
         table.add_row(command, times.get(command, "finished"), STEPS[command])
     console.print(table)
-    hint = "steps=[train-gate,eval] leaves the others out; Ctrl-C stops the demo, and resume=true continues it"
+    hint = (
+        "steps=[train-gate,eval] leaves the others out; Ctrl-C stops the demo, and resume=true "
+        "continues it"
+    )
     console.print(hint, markup=False, highlight=False)
 
 
@@ -155,17 +194,24 @@ def _seconds_of_a_pass(cfg: Any) -> float | None:
 
 
 def _print_answers(rows: list[dict[str, Any]], scores: str, console: Console) -> None:
-    """Prints one of the needle prompts, the one that dense attention and a gate answer but most baselines do not.
+    """Prints one of the needle prompts, the one that dense attention and a gate answer but most
+    baselines do not.
 
     ``scores`` are those of the gates that are served.
     """
     gate_names = (scores, f"{scores} (embedded)")
     shown = ("dense", *gate_names, *BASELINES)
-    answers = {row["method"]: row["extra"]["examples"] for row in rows if row["task"] == "needle" and row["method"] in shown}
+    answers = {
+        row["method"]: row["extra"]["examples"]
+        for row in rows
+        if row["task"] == "needle" and row["method"] in shown
+    }
     gates = [answers[gate] for gate in gate_names if gate in answers]
 
     def wrong_baselines(number: int) -> int:
-        right = answers["dense"][number]["correct"] and any(examples[number]["correct"] for examples in gates)
+        right = answers["dense"][number]["correct"] and any(
+            examples[number]["correct"] for examples in gates
+        )
         return sum(not answers[method][number]["correct"] for method in BASELINES) if right else -1
 
     number = max(range(len(answers["dense"])), key=wrong_baselines)
@@ -176,5 +222,7 @@ def _print_answers(rows: list[dict[str, Any]], scores: str, console: Console) ->
     table.add_column("answer")
     for method in filter(answers.get, shown):
         example = answers[method][number]
-        table.add_row(method, f"{example['answer']} {'(right)' if example['correct'] else '(wrong)'}")
+        table.add_row(
+            method, f"{example['answer']} {'(right)' if example['correct'] else '(wrong)'}"
+        )
     console.print(table)

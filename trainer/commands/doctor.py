@@ -44,7 +44,11 @@ def run_checks() -> list[Check]:
     import torch
 
     cuda = torch.cuda.is_available()
-    gpus = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) if cuda else "none"
+    gpus = (
+        ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        if cuda
+        else "none"
+    )
     kernels = cuda and _package("triton") is not None
     return [
         Check("python", platform.python_version(), True),
@@ -94,14 +98,25 @@ def _faiss(cuda: bool) -> Check:
             return Check("faiss", f"{installed} ({build})", True)
     if importlib.util.find_spec("faiss") is not None:
         return Check("faiss", "installed, version unknown", True)
-    need = "k-means on the GPU does not need it" if cuda else "fit-kmeans needs it unless kmeans.engine=batched"
-    return Check("faiss", f"not installed; {need}", cuda, "" if cuda else "pip install 'msattn[cpu]'")
+    need = (
+        "k-means on the GPU does not need it"
+        if cuda
+        else "fit-kmeans needs it unless kmeans.engine=batched"
+    )
+    return Check(
+        "faiss", f"not installed; {need}", cuda, "" if cuda else "pip install 'msattn[cpu]'"
+    )
 
 
 def _wandb() -> Check:
     installed = _package("wandb")
     if installed is None:
-        return Check("wandb", "not installed; metrics are still written to metrics.jsonl", False, _install("wandb"))
+        return Check(
+            "wandb",
+            "not installed; metrics are still written to metrics.jsonl",
+            False,
+            _install("wandb"),
+        )
     key = bool(os.environ.get("WANDB_API_KEY")) or _netrc_has_wandb()
     mode = "API key found, runs are online" if key else "no API key, runs are offline"
     return Check("wandb", f"{installed} ({mode})", key, "" if key else "wandb login")
@@ -120,4 +135,6 @@ def _embedded_model() -> Check:
     folder = Path(__file__).parents[1] / "embedded" / "model"
     if (folder / "model.safetensors").is_file():
         return Check("embedded model", "model=tiny", True)
-    return Check("embedded model", "its weights are missing", False, "pip install --force-reinstall msattn")
+    return Check(
+        "embedded model", "its weights are missing", False, "pip install --force-reinstall msattn"
+    )

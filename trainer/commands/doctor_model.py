@@ -1,4 +1,6 @@
-"""``msattn doctor MODEL``: shows, from the configuration alone, which layers can be sparse, and suggests the next commands."""
+"""``msattn doctor MODEL``: shows, from the configuration alone, which layers can be sparse, and
+suggests the next commands.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +25,9 @@ Row = tuple[str, str]
 
 
 def doctor_model(model: str) -> list[Row]:
-    """Prints a table about a model (an option of the group, a folder or a Hub id) from its configuration; returns its rows."""
+    """Prints a table about a model (an option of the group, a folder or a Hub id) from its
+    configuration; returns its rows.
+    """
     from msattn.trainer.models.loading import read_config
 
     with activity(f"doctor {model}"):
@@ -43,22 +47,37 @@ def _rows(cfg: "GenerateConfig", config: "PreTrainedConfig") -> Iterator[Row]:
     from msattn.trainer import models
 
     layers, heads, kv_heads, size = (
-        shape(config) for shape in (models.num_layers, models.num_heads, models.num_kv_heads, models.head_dim)
+        shape(config)
+        for shape in (models.num_layers, models.num_heads, models.num_kv_heads, models.head_dim)
     )
-    yield "model", f"{config.model_type}, {layers} layers, {heads} query heads, {kv_heads} key/value heads, head size {size}"
+    yield (
+        "model",
+        f"{config.model_type}, {layers} layers, {heads} query heads, {kv_heads} key/value heads, "
+        f"head size {size}",
+    )
     length = models.max_length(config)
     key_bytes = 2 * kv_heads * size * CACHE_BYTES
     yield "context", f"{length:,} tokens"
     reason = _refusal(config)
     served = models.served_layers(config) if reason is None else list(range(layers))
     per_token = len(served) * key_bytes
-    in_full = f"{per_token / 2**10:,.4g} KiB per token, {per_token * length / 2**20:,.5g} MiB when full (16 bits)"
-    yield "KV cache", in_full if len(served) == layers else f"{in_full}, for the layers that can be sparse"
+    in_full = (
+        f"{per_token / 2**10:,.4g} KiB per token, {per_token * length / 2**20:,.5g} MiB "
+        f"when full (16 bits)"
+    )
+    yield (
+        "KV cache",
+        in_full if len(served) == layers else f"{in_full}, for the layers that can be sparse",
+    )
     if reason is not None:
         yield "sparse", "nothing"
         yield "dense", reason
         return
-    which = f"all {layers} layers" if len(served) == layers else f"layers {_numbers(served)} of {layers}"
+    which = (
+        f"all {layers} layers"
+        if len(served) == layers
+        else f"layers {_numbers(served)} of {layers}"
+    )
     yield "sparse", f"{which}: prompts with gates or training-free scores, new tokens with buckets"
     yield "dense", "\n".join(_dense(cfg, config, served))
     yield from _break_even(cfg, key_bytes, length)
@@ -86,7 +105,11 @@ def _dense(cfg: "GenerateConfig", config: "PreTrainedConfig", served: list[int])
             reasons.setdefault(each.kept, []).append(each.layer)
     for reason, layers in reasons.items():
         yield f"layers {_numbers(layers)}, each because {reason}"
-    by_default = [layer for layer in served if layer in ((0,) if cfg.dense_layers is None else cfg.dense_layers)]
+    by_default = [
+        layer
+        for layer in served
+        if layer in ((0,) if cfg.dense_layers is None else cfg.dense_layers)
+    ]
     if by_default:
         yield f"new tokens in layer {_numbers(by_default)}, by default (dense_layers)"
     yield "all passes below the break-even lengths"
@@ -100,7 +123,9 @@ def _numbers(layers: list[int]) -> str:
             parts[-1].append(layer)
         else:
             parts.append([layer])
-    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts)
+    return ", ".join(
+        str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts
+    )
 
 
 def _break_even(cfg: "GenerateConfig", key_bytes: int, longest: int) -> Iterator[Row]:
@@ -116,7 +141,10 @@ def _break_even(cfg: "GenerateConfig", key_bytes: int, longest: int) -> Iterator
         ),
     }
     texts = [f"{what}: {_tokens(tokens, longest)}" for what, tokens in lengths.items()]
-    yield "faster from", f"{texts[0]}\n{texts[1]} (measured on {'a GPU' if device.type == 'cuda' else 'a CPU'})"
+    yield (
+        "faster from",
+        f"{texts[0]}\n{texts[1]} (measured on {'a GPU' if device.type == 'cuda' else 'a CPU'})",
+    )
 
 
 def _tokens(tokens: int, longest: int) -> str:
@@ -124,7 +152,9 @@ def _tokens(tokens: int, longest: int) -> str:
 
 
 def _artifacts(cfg: "GenerateConfig", config: "PreTrainedConfig") -> tuple[list[str], list[str]]:
-    """Returns the artifacts that commands find for this model, including shipped ones, and others with its configuration."""
+    """Returns the artifacts that commands find for this model, including shipped ones, and others
+    with its configuration.
+    """
     from msattn.trainer import artifacts
     from msattn.trainer.artifacts.manifest import SHAPE_FIELDS, read_manifest
     from msattn.trainer.models.identity import config_fingerprint
@@ -144,14 +174,20 @@ def _artifacts(cfg: "GenerateConfig", config: "PreTrainedConfig") -> tuple[list[
             else:
                 others.append(f"{kind}: {folder}, made for {made_for['id']}")
     if cfg.model.is_embedded:
-        own += [f"{kind}: shipped with msattn" for kind in artifacts.artifacts_of_run(artifacts.SHIPPED)]
+        own += [
+            f"{kind}: shipped with msattn" for kind in artifacts.artifacts_of_run(artifacts.SHIPPED)
+        ]
     return own, others
 
 
 def _next(cfg: "GenerateConfig", *, trained: bool) -> list[str]:
     """Returns the commands to run next; FILE stands for a file of the user."""
     argument = cfg.model.argument
-    text = " --data FILE" if cfg.data.source is None else ""  # the presets name none, and training refuses to choose
+    # the presets name none, and training refuses to choose
+    text = " --data FILE" if cfg.data.source is None else ""
     trials = [f"msattn generate {argument} select=quest --prompt-file FILE"]
-    training = [f"msattn {command} {argument}{text}" for command in ("train-gate", "fit-kmeans", "train-qmodel")]
+    training = [
+        f"msattn {command} {argument}{text}"
+        for command in ("train-gate", "fit-kmeans", "train-qmodel")
+    ]
     return [*([] if trained else trials + training), f"msattn eval {argument}"]

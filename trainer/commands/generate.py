@@ -26,7 +26,9 @@ from msattn.trainer.serving.attach import attach
 
 
 def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, Answer]:
-    """Generates with dense and with sparse attention, prints and returns both answers; with ``chat`` it chats instead."""
+    """Generates with dense and with sparse attention, prints and returns both answers; with
+    ``chat`` it chats instead.
+    """
     if chat:
         run_chat(cfg, prompt)
         return {}
@@ -48,17 +50,27 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, 
     _print_figures(results, ids.shape[1], console)
     if loaded.model.device.type == "cpu":
         console.print(
-            "A CPU runs PyTorch instead of the kernels: sparse attention saves time in long prompts, but not for new tokens."
+            "A CPU runs PyTorch instead of the kernels: sparse attention saves time in long "
+            "prompts, but not for new tokens."
         )
     with tracked(cfg, "generate", served, after_work=True) as tracker:
         if tracker is not None:
-            tracker.table("results", [{"attention": name, **result.figures} for name, result in results.items()])
-            figures = {f"{name}/{key}": value for name, result in results.items() for key, value in result.figures.items()}
+            tracker.table(
+                "results",
+                [{"attention": name, **result.figures} for name, result in results.items()],
+            )
+            figures = {
+                f"{name}/{key}": value
+                for name, result in results.items()
+                for key, value in result.figures.items()
+            }
             tracker.summary({"prompt_tokens": ids.shape[1], **figures})
     return results
 
 
-def _greedy(loaded: Loaded, ids: Tensor, max_new_tokens: int, context: AbstractContextManager[Any]) -> Answer:
+def _greedy(
+    loaded: Loaded, ids: Tensor, max_new_tokens: int, context: AbstractContextManager[Any]
+) -> Answer:
     clock, tokenizer = Clock(), cast("Any", loaded.tokenizer)
     with context as sparse:
         generate_greedily(loaded, ids, max_new_tokens, clock)
@@ -70,10 +82,16 @@ def _print_figures(results: dict[str, Answer], prompt_tokens: int, console: Cons
     headers = ["", "new tokens", "first token, s", "tokens/s", "sparsity", "selectivity"]
     table = with_columns(f"{prompt_tokens} prompt tokens", headers, [""])
     for name, result in results.items():
-        figures = [result.figures.get(key) for key in ("first_token_s", "tokens_per_s", "sparsity", "selectivity")]
+        figures = [
+            result.figures.get(key)
+            for key in ("first_token_s", "tokens_per_s", "sparsity", "selectivity")
+        ]
         table.add_row(name, str(len(result.clock.tokens)), *map(format_number, figures))
     console.print(table)
     dense, sparse = results["dense"].clock.tokens, results["sparse"].clock.tokens
     console.print(f"The first {common_prefix(dense, sparse)} of {len(dense)} tokens are equal.")
     if results["sparse"].stats["dense_by_choice"]:
-        console.print("Attention was dense where that is faster at this length; dense_below=0 makes it sparse everywhere.")
+        console.print(
+            "Attention was dense where that is faster at this length; dense_below=0 makes it "
+            "sparse everywhere."
+        )

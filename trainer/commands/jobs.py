@@ -13,9 +13,10 @@ from msattn.trainer.config import JobConfig
 class Command:
     """A command: the schema of its configuration, and the job as ``module:function``.
 
-    ``first`` are the groups and keys that ``--help`` shows first, ``writes`` the subfolders of the run that the job replaces,
-    ``sizes`` the settings to reduce if the machine is too small, ``after_sweep`` a ``module:function`` that gets the results of
-    all jobs of a sweep. In ``writes``, ``{kind}`` is the kind of the gates that the job trains.
+    ``first`` are the groups and keys that ``--help`` shows first, ``writes`` the subfolders of the
+    run that the job replaces, ``sizes`` the settings to reduce if the machine is too small,
+    ``after_sweep`` a ``module:function`` that gets the results of all jobs of a sweep. In
+    ``writes``, ``{kind}`` is the kind of the gates that the job trains.
     """
 
     schema: type[JobConfig]
@@ -28,7 +29,9 @@ class Command:
     @property
     def trains(self) -> bool:
         """True if the job writes an artifact or a trained model."""
-        return issubclass(self.schema, schemas.NamedConfig) and not issubclass(self.schema, schemas.AttachConfig)
+        return issubclass(self.schema, schemas.NamedConfig) and not issubclass(
+            self.schema, schemas.AttachConfig
+        )
 
     @property
     def resumes(self) -> bool:
@@ -58,31 +61,36 @@ COMMANDS = {
     "train-gate": Command(
         schemas.TrainGateConfig,
         "methods.gate.train:train_gate",
-        "model data data.path data.seq_len gate.phase gate.loss train.steps train.lr name overwrite",
+        "model data data.path data.seq_len gate.phase gate.loss train.steps train.lr name "
+        "overwrite",
         writes=("{kind}",),
     ),
     "fit-kmeans": Command(
         schemas.FitKMeansConfig,
         "methods.classifier.fit_kmeans:fit_kmeans",
-        "model data data.path data.seq_len kmeans.num_buckets kmeans.num_prompts name device overwrite",
+        "model data data.path data.seq_len kmeans.num_buckets kmeans.num_prompts name device "
+        "overwrite",
         writes=("kmeans",),
     ),
     "train-qmodel": Command(
         schemas.TrainQModelConfig,
         "methods.classifier.train:train_qmodel",
-        "model data data.path artifacts.kmeans qmodel.num_prompts train.steps train.lr name overwrite",
+        "model data data.path artifacts.kmeans qmodel.num_prompts train.steps train.lr name "
+        "overwrite",
         writes=("qmodel",),
     ),
     "finetune": Command(
         schemas.FinetuneConfig,
         "finetune.run:finetune",
-        "model data data.path data.seq_len artifacts.gate select.sparsity train.steps train.lr name",
+        "model data data.path data.seq_len artifacts.gate select.sparsity train.steps train.lr "
+        "name",
         writes=("model", "gate"),
     ),
     "train-mta": Command(
         schemas.TrainMtaConfig,
         "mta.train_mta:train_mta",
-        "mta.attention mta.blocks mta.letters mta.asked train.steps train.batch_size train.lr name device overwrite",
+        "mta.attention mta.blocks mta.letters mta.asked train.steps train.batch_size train.lr "
+        "name device overwrite",
         writes=("solver",),
         sizes="mta.blocks or train.batch_size",
     ),
@@ -107,7 +115,8 @@ COMMANDS = {
     "bench": Command(
         schemas.BenchRunConfig,
         "commands.bench:bench",
-        "op device bench.lengths bench.heads bench.head_size bench.dtype bench.sparsities bench.direction bench.tune",
+        "op device bench.lengths bench.heads bench.head_size bench.dtype bench.sparsities "
+        "bench.direction bench.tune",
         sizes="bench.lengths or bench.heads",
     ),
 }

@@ -1,4 +1,6 @@
-"""The groups and keys of a command, with defaults and choices; explanations come from the schemas and ``conf/``."""
+"""The groups and keys of a command, with defaults and choices; explanations come from the schemas
+and ``conf/``.
+"""
 
 import ast
 import re
@@ -24,8 +26,10 @@ class Key:
     name: str
     value: Any  # the value that is composed, with resolved interpolations
     comment: str  # the explanation in the schema
-    choices: tuple[str, ...] = ()  # the values that the key, or each of its items, accepts; empty if it is not an enumeration
-    only: str = ""  # what has the key, e.g. ``select=nucleus``, if the composed configuration lacks it
+    # the values that the key, or each of its items, accepts; empty if it is not an enumeration
+    choices: tuple[str, ...] = ()
+    # what has the key, e.g. ``select=nucleus``, if the composed configuration lacks it
+    only: str = ""
 
     @property
     def override(self) -> str:
@@ -42,7 +46,9 @@ class Key:
 
 @dataclass(frozen=True)
 class Group:
-    """A configuration group: its options with their explanations, and the option that is composed, None if there is none."""
+    """A configuration group: its options with their explanations, and the option that is composed,
+    None if there is none.
+    """
 
     name: str
     options: dict[str, str]
@@ -55,20 +61,36 @@ class CommandKeys:
     keys: dict[str, Key]
 
 
-def keys_of(command: str, overrides: Sequence[str] = (), *, every_policy: bool = False) -> CommandKeys:
-    """Returns the groups and keys of a command with their values, with ``every_policy`` the keys of all policies."""
+def keys_of(
+    command: str, overrides: Sequence[str] = (), *, every_policy: bool = False
+) -> CommandKeys:
+    """Returns the groups and keys of a command with their values, with ``every_policy`` the keys of
+    all policies.
+    """
     from omegaconf import OmegaConf
 
     schema = COMMANDS[command].schema
     with initialized_hydra(command) as hydra:
         composed = compose_raw(hydra, command, overrides)
-        chosen = {name: option for name, option in composed.hydra.runtime.choices.items() if not name.startswith("hydra")}
-        options = {name: _usable(schema, name, hydra.config_loader.get_group_options(name)) for name in sorted(chosen)}
+        chosen = {
+            name: option
+            for name, option in composed.hydra.runtime.choices.items()
+            if not name.startswith("hydra")
+        }
+        options = {
+            name: _usable(schema, name, hydra.config_loader.get_group_options(name))
+            for name in sorted(chosen)
+        }
         values: Any = OmegaConf.to_container(without_hydra(composed), resolve=True)
     keys = _keys(schema, values)
     if every_policy and "select" in values:
         for policy in POLICIES:
-            keys = _keys(SelectConfig, SelectConfig(policy).as_dict(), "select.", only=f"select={policy}") | keys
+            keys = (
+                _keys(
+                    SelectConfig, SelectConfig(policy).as_dict(), "select.", only=f"select={policy}"
+                )
+                | keys
+            )
     groups = {
         name: Group(name, {option: first_sentence(name, option) for option in found}, chosen[name])
         for name, found in options.items()
@@ -78,7 +100,13 @@ def keys_of(command: str, overrides: Sequence[str] = (), *, every_policy: bool =
 
 def _keys(schema: Any, values: Any, prefix: str = "", only: str = "") -> dict[str, Key]:
     return {
-        name: Key(name, value, item.metadata["help"], tuple(_usable(schema, name, choices_of(item.type))), only)
+        name: Key(
+            name,
+            value,
+            item.metadata["help"],
+            tuple(_usable(schema, name, choices_of(item.type))),
+            only,
+        )
         for name, item, value in leaves(schema, values, prefix)
     }
 
@@ -98,21 +126,31 @@ def group_options() -> dict[str, list[str]]:
 
 
 def first_sentence(group: str, option: str) -> str:
-    """Returns the first sentence of the comment at the start of an option's file, or of a selection's docstring."""
+    """Returns the first sentence of the comment at the start of an option's file, or of a
+    selection's docstring.
+    """
     path = CONF / group / f"{option}.yaml"
     if group == "select" and option in POLICIES:
         return str(policies.BY_NAME[option].__doc__).splitlines()[0].replace("``", "")
     if group == "select" and option in BASELINES:
-        described = ast.get_docstring(ast.parse(get_data(UNTRAINED, f"scores/{option}.py") or b"")) or ""
+        described = (
+            ast.get_docstring(ast.parse(get_data(UNTRAINED, f"scores/{option}.py") or b"")) or ""
+        )
         return f"Untrained: {described.splitlines()[0]}"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []  # otherwise an option of --config-dir
-    comment = [line.removeprefix("#").strip() for line in takewhile(lambda line: line.startswith("#"), lines)]
+    # otherwise an option of --config-dir
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    comment = [
+        line.removeprefix("#").strip()
+        for line in takewhile(lambda line: line.startswith("#"), lines)
+    ]
     text = " ".join(line for line in comment if not line.startswith("@package"))
     return re.split(r"(?<=\.)\s+(?=[A-Z]|msattn)", text)[0]
 
 
 def as_override(value: Any) -> str:
-    """Returns a value as it is written in an override: ``null``, ``true``, ``[a,b]``; a mapping only as ``{...}``."""
+    """Returns a value as it is written in an override: ``null``, ``true``, ``[a,b]``; a mapping
+    only as ``{...}``.
+    """
     if value is None:
         return "null"
     if isinstance(value, bool):

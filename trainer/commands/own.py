@@ -1,4 +1,6 @@
-"""``--model``, ``--data`` and ``--prompt``: the user's own model, as Hydra overrides, text and prompt."""
+"""``--model``, ``--data`` and ``--prompt``: the user's own model, as Hydra overrides, text and
+prompt.
+"""
 
 import os
 import re
@@ -34,14 +36,22 @@ CPU_PRESETS = {
 WINDOW_SHARE = 16  # one in 16 of a chunk's tokens is in the dense window, up to the papers' 2047
 
 
-def own_overrides(model: str | None, data: str | None, overrides: Sequence[str] = (), command: str = "") -> list[str]:
-    """Returns the overrides that ``--model`` and ``--data`` stand for, given the other ``overrides`` of ``command``."""
+def own_overrides(
+    model: str | None, data: str | None, overrides: Sequence[str] = (), command: str = ""
+) -> list[str]:
+    """Returns the overrides that ``--model`` and ``--data`` stand for, given the other
+    ``overrides`` of ``command``.
+    """
     for group, value in {"model": model, "data": data}.items():
-        if value is not None and (given := [each for each in overrides if each.startswith(f"{group}=")]):
+        if value is not None and (
+            given := [each for each in overrides if each.startswith(f"{group}=")]
+        ):
             raise UserError(f"--{group} {value} and {given[0]}: give one of the two")
     found = []
     if model is not None:
-        found += [f"model={model}"] if model in packaged_models() else _model_overrides(model, command)
+        found += (
+            [f"model={model}"] if model in packaged_models() else _model_overrides(model, command)
+        )
     found += _on_cpu(command, found, overrides)
     if data is not None:
         text_files("--data", data)
@@ -71,7 +81,9 @@ def _model_overrides(model: str, command: str) -> list[str]:
     name = re.sub(r"[^\w.-]+", "-", name).lower()
     sizes = sizes_for(positions) if isinstance(positions, int) else {}
     if sizes and command not in ANSWERING:  # these commands read few of them
-        values = ", ".join(f"{key}={value}" for key, value in sizes.items() if not isinstance(value, list))
+        values = ", ".join(
+            f"{key}={value}" for key, value in sizes.items() if not isinstance(value, list)
+        )
         print_once(f"--model {shown(model)}: {positions} positions, so model.presets has {values}")
     return [
         "model=own",
@@ -82,20 +94,28 @@ def _model_overrides(model: str, command: str) -> list[str]:
 
 
 def _on_cpu(command: str, of_model: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Returns smaller presets for training on a CPU, where the usual ones would take days, and prints them.
+    """Returns smaller presets for training on a CPU, where the usual ones would take days, and
+    prints them.
 
-    The model is that of the overrides ``of_model``, or of ``model=``. The embedded model, experiments and sweeps over models
-    have sizes of their own.
+    The model is that of the overrides ``of_model``, or of ``model=``. The embedded model,
+    experiments and sweeps over models have sizes of their own.
     """
     given = dict(each.split("=", 1) for each in [*of_model, *overrides] if "=" in each)
     model, known = given.get("model", "tiny"), CPU_PRESETS.get(command, {})
-    if not known or model == "tiny" or "," in model or "experiment" in given or not _is_cpu(given.get("device", "auto")):
+    if (
+        not known
+        or model == "tiny"
+        or "," in model
+        or "experiment" in given
+        or not _is_cpu(given.get("device", "auto"))
+    ):
         return []
     usual = compose(command, of_model or [f"model={model}"]).model.presets
     presets = {
         name: value
         for name, (key, value) in known.items()
-        if not {key, f"model.presets.{name}"} & given.keys() and _lighter(name, value, getattr(usual, name))
+        if not {key, f"model.presets.{name}"} & given.keys()
+        and _lighter(name, value, getattr(usual, name))
     }
     if not presets:
         return []
@@ -121,7 +141,9 @@ def _is_cpu(device: str) -> bool:
 
 
 def sizes_for(positions: int) -> dict[str, Any]:
-    """Returns presets for a model with fewer positions than the default length, in the papers' proportions."""
+    """Returns presets for a model with fewer positions than the default length, in the papers'
+    proportions.
+    """
     default = ModelPresets()
     if positions >= default.seq_len:
         return {}
@@ -135,7 +157,8 @@ def sizes_for(positions: int) -> dict[str, Any]:
         "recent": min(window, default.recent),
         "long_range": min(window, default.long_range),
         "eval_probes": sorted({0, max(probes // 2, 1), probes, min(2 * probes, buckets)}),
-        "latency_lengths": [length for length in default.latency_lengths if length <= positions] or [positions],
+        "latency_lengths": [length for length in default.latency_lengths if length <= positions]
+        or [positions],
         "decoding_lengths": [positions],
         "throughput_length": max(positions // 2, 1),
     }
@@ -146,8 +169,12 @@ def _positions(model: str) -> Any:
     name = f"--model {shown(model)}"
     local = local_model(model, name)
     if local is None and os.path.exists(os.path.expanduser(model)):
-        raise UserError(f"{name}: this is a file; expected the folder of a model, or a file that ends in {GGUF}")
-    if local is None and (model.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.endswith(GGUF)):
+        raise UserError(
+            f"{name}: this is a file; expected the folder of a model, or a file that ends in {GGUF}"
+        )
+    if local is None and (
+        model.startswith(".") or not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.endswith(GGUF)
+    ):
         accepted = f"a folder, a GGUF file, a Hub id, or one of {', '.join(packaged_models())}"
         raise UserError(f"{name}: no such folder or file; expected {accepted}")
     files = ModelFiles(name, local or model)
@@ -160,5 +187,7 @@ def _positions(model: str) -> Any:
 
 
 def _quoted(value: str) -> str:
-    """Returns ``value`` as a quoted string of Hydra's override grammar, in which it is no interpolation."""
+    """Returns ``value`` as a quoted string of Hydra's override grammar, in which it is no
+    interpolation.
+    """
     return quoted(re.sub(r"(\\*)\$\{", r"\1\1\\${", value))

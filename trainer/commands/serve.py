@@ -1,4 +1,6 @@
-"""``msattn serve``: loads a model, attaches its artifacts and answers requests until a signal ends it."""
+"""``msattn serve``: loads a model, attaches its artifacts and answers requests until a signal ends
+it.
+"""
 
 import logging
 import os
@@ -30,21 +32,30 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 def serve(cfg: ServeConfig, host: str, port: str, api_key: str | None) -> None:
-    """Serves a model over HTTP until Ctrl-C or SIGTERM, after which running requests finish, or until a Fault."""
+    """Serves a model over HTTP until Ctrl-C or SIGTERM, after which running requests finish, or
+    until a Fault.
+    """
     check_libraries()
     check_key(api_key)
     if not re.fullmatch("[0-9]{1,5}", port) or int(port) > PORTS:
-        raise UserError(f"--port {shown(port)}: expected an integer in [0, {PORTS}]; 0 takes a free port")
+        raise UserError(
+            f"--port {shown(port)}: expected an integer in [0, {PORTS}]; 0 takes a free port"
+        )
     from msattn.trainer.serving.engines.http.supervisor import address, bind
 
     with bind(host, int(port)) as bound:
         if host not in LOCAL and api_key is None:
-            print_once(f"warning: --host {host} without --api-key: anyone who can reach this address can use the model")
+            print_once(
+                f"warning: --host {host} without --api-key: anyone who can reach this address can "
+                f"use the model"
+            )
         _serve(cfg, api_key, bound, address(bound))
 
 
 def check_libraries() -> None:
-    """Raises UserError if the extra is not installed, transformers is too old, or there are several processes."""
+    """Raises UserError if the extra is not installed, transformers is too old, or there are several
+    processes.
+    """
     if missing := [name for name in EXTRA if find_spec(name) is None]:
         raise UserError(f"serve: {missing[0]} is not installed; pip install 'msattn[serve]'")
     from msattn.trainer.serving.paged import check_version
@@ -57,9 +68,15 @@ def check_libraries() -> None:
 def check_key(api_key: str | None) -> None:
     """Raises UserError for a key that cannot be sent in a header. The key is never printed."""
     if api_key is None:
-        api_key = os.environ.get("MSATTN_API_KEY")  # an empty one, which the command line takes for none
-    if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable() and " " not in api_key):
-        raise UserError("--api-key or MSATTN_API_KEY: expected printable ASCII characters without spaces, at least one")
+        # an empty one, which the command line takes for none
+        api_key = os.environ.get("MSATTN_API_KEY")
+    if api_key is not None and not (
+        api_key and api_key.isascii() and api_key.isprintable() and " " not in api_key
+    ):
+        raise UserError(
+            "--api-key or MSATTN_API_KEY: expected printable ASCII characters without spaces, at "
+            "least one"
+        )
 
 
 def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: str) -> None:
@@ -69,9 +86,13 @@ def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: s
     from msattn.trainer.serving.attach import attach
     from msattn.trainer.serving.engines.http.cache import check_limits
 
-    served, options = None if cfg.dense else find_served(cfg), {"device": cfg.device, "dtype": cfg.dtype, "seed": cfg.seed}
+    served, options = (
+        None if cfg.dense else find_served(cfg),
+        {"device": cfg.device, "dtype": cfg.dtype, "seed": cfg.seed},
+    )
     described = served.model if served else models.describe(cfg.model, **options, dense=True)
-    around_prompt(described.tokenizer, None)  # the chat template renders a message, within limits of time and memory
+    # the chat template renders a message, within limits of time and memory
+    around_prompt(described.tokenizer, None)
     check_limits(described.config, cfg.server)
     loaded = described.load()
     attached = nullcontext() if served is None else attach(loaded.model, **served.options)
@@ -84,7 +105,9 @@ def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: s
         bound.listen(WAITING_CONNECTIONS)
         pages = f"{engine.pages().total} pages of {cfg.server.page_size} tokens"
         how = f"{cfg.model.name}: dense" if served is None else describe(cfg, served)
-        print_once(f"serving at {where}/v1, {pages}, requests of up to {engine.longest} tokens. {how}")
+        print_once(
+            f"serving at {where}/v1, {pages}, requests of up to {engine.longest} tokens. {how}"
+        )
         with _log_to_stderr():
             supervisor.run(bound)
 
@@ -97,7 +120,9 @@ def server(
     api_key: str | None = None,
     tracker: "Tracker | None" = None,
 ) -> "Iterator[tuple[Engine, Supervisor]]":
-    """Starts the engine of a loaded model (``sparse`` None: dense), and yields it with a supervisor that has yet to run."""
+    """Starts the engine of a loaded model (``sparse`` None: dense), and yields it with a supervisor
+    that has yet to run.
+    """
     from msattn.trainer.serving.engines.http.app import Service
     from msattn.trainer.serving.engines.http.engine import Engine
     from msattn.trainer.serving.engines.http.metrics import logged

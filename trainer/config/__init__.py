@@ -1,7 +1,8 @@
 """The schema of ``conf/``: a frozen dataclass for each Hydra group and each command.
 
-A field states type, range, default and help of its key. The defaults are Hydra's base, ``conf/`` holds what differs from them,
-e.g. sizes that depend on the model (``${model.presets.recent}``), and :func:`typed` makes the result a dataclass again.
+A field states type, range, default and help of its key. The defaults are Hydra's base, ``conf/``
+holds what differs from them, e.g. sizes that depend on the model (``${model.presets.recent}``), and
+:func:`typed` makes the result a dataclass again.
 """
 # ruff: noqa: F401 (names for import from here)
 

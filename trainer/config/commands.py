@@ -53,11 +53,14 @@ TRAINABLE = ("topk", "multiscale")  # policies of finetune, which read the same 
 class JobConfig:
     """Keys of every command."""
 
-    refused: ClassVar[Mapping[str, str]] = {}  # policies and scores of ``select`` that the job cannot use, and why
+    # policies and scores of ``select`` that the job cannot use, and why
+    refused: ClassVar[Mapping[str, str]] = {}
 
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     outputs: Text = key("root folder of all outputs", default="outputs")
-    device: Annotated[Text, OneOf(("auto", "cpu", "cuda"))] = key("auto (CUDA if there is a GPU), cpu or cuda", default="auto")
+    device: Annotated[Text, OneOf(("auto", "cpu", "cuda"))] = key(
+        "auto (CUDA if there is a GPU), cpu or cuda", default="auto"
+    )
     seed: Seed = key("seed of random weights, data order and sampling", default=0)
 
     def __post_init__(self) -> None:
@@ -70,7 +73,9 @@ class JobConfig:
 
     @property
     def tags(self) -> list[str]:
-        """The tags of the tracker: the names of the folders of this run below ``outputs``, e.g. model and name."""
+        """The tags of the tracker: the names of the folders of this run below ``outputs``, e.g.
+        model and name.
+        """
         return list(self.folder.relative_to(self.outputs).parts)
 
 
@@ -78,15 +83,27 @@ class JobConfig:
 class BenchRunConfig(JobConfig):
     """``msattn bench``."""
 
-    op: Annotated[Text, OneOf(tuple(OPERATIONS))] = key("operation to time", default="block_sparse_attention")
+    op: Annotated[Text, OneOf(tuple(OPERATIONS))] = key(
+        "operation to time", default="block_sparse_attention"
+    )
     bench: BenchConfig = field(default_factory=BenchConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         ok = self.bench.direction == "forward" or self.op in DIFFERENTIABLE
-        require(ok, "bench.direction", self.bench.direction, f"{self.op} has no backward pass; {', '.join(DIFFERENTIABLE)} do")
+        require(
+            ok,
+            "bench.direction",
+            self.bench.direction,
+            f"{self.op} has no backward pass; {', '.join(DIFFERENTIABLE)} do",
+        )
         ok = self.bench.softcap is None or self.op in SOFT_CAPPED
-        require(ok, "bench.softcap", self.bench.softcap, f"{self.op} cannot cap scores; {', '.join(SOFT_CAPPED)} can")
+        require(
+            ok,
+            "bench.softcap",
+            self.bench.softcap,
+            f"{self.op} cannot cap scores; {', '.join(SOFT_CAPPED)} can",
+        )
 
     @property
     def folder(self) -> Path:
@@ -98,11 +115,14 @@ class NamedConfig(JobConfig):
     """Keys of every command whose results have a name."""
 
     name: Text = key(
-        "folder of the results, inside that of the model; in a training sweep the default is the job's number", default="base"
+        "folder of the results, inside that of the model; in a training sweep the default is the "
+        "job's number",
+        default="base",
     )
     overwrite: Flag = key("replace an existing artifact or result", default=False)
     resume: Flag = key(
-        "continue an interrupted run: training from its last complete checkpoint, an evaluation from its last row",
+        "continue an interrupted run: training from its last complete checkpoint, an evaluation "
+        "from its last row",
         default=False,
     )
 
@@ -125,7 +145,9 @@ class TrainMtaConfig(NamedConfig):
 
 @schema(kw_only=True)
 class RunConfig(NamedConfig):
-    """Keys of every command that loads a model; artifacts go to ``outputs/<model.name>/<name>/<kind>``."""
+    """Keys of every command that loads a model; artifacts go to
+    ``outputs/<model.name>/<name>/<kind>``.
+    """
 
     model: ModelConfig
     data: DataConfig
@@ -138,11 +160,18 @@ class RunConfig(NamedConfig):
     def check_text(self) -> None:
         """Raises UserError if a pretrained model would train on text that nobody chose."""
         if self.data.source is None and self.model.init == "pretrained":
-            ways = "--data FILE, data=text data.path=FILES, data=hub data.path=OWNER/NAME, or data=stdlib (Python's library)"
-            raise UserError(f"data=by_model: choose the text on which {self.model.argument} trains: {ways}")
+            ways = (
+                "--data FILE, data=text data.path=FILES, data=hub data.path=OWNER/NAME, or "
+                "data=stdlib (Python's library)"
+            )
+            raise UserError(
+                f"data=by_model: choose the text on which {self.model.argument} trains: {ways}"
+            )
 
     def arguments(self, name: str) -> str:
-        """Returns the arguments of a command that trains on this model and text artifacts called ``name``, for messages."""
+        """Returns the arguments of a command that trains on this model and text artifacts called
+        ``name``, for messages.
+        """
         keys = {"outputs": self.outputs, "name": name}
         defaults = {item.name: item.default for item in fields(RunConfig)}
         others = [f"{key}={value}" for key, value in keys.items() if value != defaults[key]]
@@ -165,14 +194,29 @@ class TrainGateConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         size = self.gate.block_size
-        require(size <= self.data.seq_len, "gate.block_size", size, f"expected at most data.seq_len={self.data.seq_len}")
+        require(
+            size <= self.data.seq_len,
+            "gate.block_size",
+            size,
+            f"expected at most data.seq_len={self.data.seq_len}",
+        )
         eager = "expected false: the gates' teacher runs eagerly"
         require(not self.train.compile, "train.compile", self.train.compile, eager)
         window = self.gate.sink + self.gate.recent
         ok = self.gate.phase == "prefill" or window < self.data.seq_len
-        require(ok, "gate.recent", self.gate.recent, f"expected gate.sink + gate.recent below data.seq_len={self.data.seq_len}")
+        require(
+            ok,
+            "gate.recent",
+            self.gate.recent,
+            f"expected gate.sink + gate.recent below data.seq_len={self.data.seq_len}",
+        )
         rows, skipped = -(-self.data.seq_len // size), self.gate.skip_rows
-        require(skipped < rows, "gate.skip_rows", skipped, f"expected fewer than the {rows} blocks of a chunk")
+        require(
+            skipped < rows,
+            "gate.skip_rows",
+            skipped,
+            f"expected fewer than the {rows} blocks of a chunk",
+        )
 
 
 @schema(kw_only=True)
@@ -184,21 +228,28 @@ class FitKMeansConfig(RunConfig):
 
 @schema("artifacts.")
 class ArtifactsConfig:
-    """Artifacts to read; ``embedded`` stands for those of the embedded model that ship with the package."""
+    """Artifacts to read; ``embedded`` stands for those of the embedded model that ship with the
+    package.
+    """
 
     gate: Text | None = key(
-        "folder or Hub id of gates, or embedded; null: those of the same model and name, if any", default=None
+        "folder or Hub id of gates, or embedded; null: those of the same model and name, if any",
+        default=None,
     )
     kmeans: Text | None = key(
-        "folder or Hub id of a k-means, or embedded; null: the one of the same model and name, if any", default=None
+        "folder or Hub id of a k-means, or embedded; null: the one of the same model and name, if "
+        "any",
+        default=None,
     )
     qmodel: Text | None = key(
-        "folder or Hub id of query classifiers, or embedded, or a router without training (generate: e.g. quest; serve: "
+        "folder or Hub id of query classifiers, or embedded, or a router without training "
+        "(generate: e.g. quest; serve: "
         "random); null: those of the same model and name, if any",
         default=None,
     )
     decode_gate: Text | None = key(
-        "folder or Hub id of decode gates; null: those of the same model and name, if any", default=None
+        "folder or Hub id of decode gates; null: those of the same model and name, if any",
+        default=None,
     )
 
 
@@ -219,17 +270,31 @@ class TrainQModelConfig(RunConfig):
             ok = distance is None or distance < length
             require(ok, f"qmodel.{name}", distance, f"expected less than data.seq_len={length}")
         ok = self.qmodel.source == "cache" or not self.train.compile
-        require(ok, "train.compile", self.train.compile, "expected false with qmodel.source=online, which runs the model")
-        why = "expected 0: clipping by a norm over all layers would make each layer's result depend on the others"
+        require(
+            ok,
+            "train.compile",
+            self.train.compile,
+            "expected false with qmodel.source=online, which runs the model",
+        )
+        why = (
+            "expected 0: clipping by a norm over all layers would make each layer's result "
+            "depend on the others"
+        )
         require(clipped == 0, "train.max_grad_norm", clipped, why)
 
 
 @schema(kw_only=True)
 class FinetuneConfig(RunConfig):
-    """``msattn finetune``; reads ``artifacts.gate`` for sparse attention, unless ``select.sparsity=0``."""
+    """``msattn finetune``; reads ``artifacts.gate`` for sparse attention, unless
+    ``select.sparsity=0``.
+    """
 
     refused: ClassVar[Mapping[str, str]] = {
-        **{policy: f"finetune trains with {' or '.join(TRAINABLE)}" for policy in POLICIES if policy not in TRAINABLE},
+        **{
+            policy: f"finetune trains with {' or '.join(TRAINABLE)}"
+            for policy in POLICIES
+            if policy not in TRAINABLE
+        },
         # The last tokens of a chunk of text are no question.
         **dict.fromkeys(SCORES[1:], "finetune trains with gate"),
     }
@@ -239,17 +304,30 @@ class FinetuneConfig(RunConfig):
     gate_weight: Annotated[Number, Interval(ge=0, le=10**6)] = key(
         "weight of the gates' loss; the language model's loss has weight 1", default=1.0
     )
-    tasks: Share = key("share of the training chunks that are retrieval tasks, newly generated for every step", default=0.0)
+    tasks: Share = key(
+        "share of the training chunks that are retrieval tasks, newly generated for every step",
+        default=0.0,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         accepted = "expected auto, bfloat16 or float32: float16 loses small gradients"
         require(self.dtype != "float16", "dtype", self.dtype, accepted)
-        require(self.data.seq_len > 1, "data.seq_len", self.data.seq_len, "expected 2 tokens or more")
+        require(
+            self.data.seq_len > 1, "data.seq_len", self.data.seq_len, "expected 2 tokens or more"
+        )
         ok = self.tasks == 0 or self.data.seq_len >= TASK_TOKENS
-        require(ok, "data.seq_len", self.data.seq_len, f"expected {TASK_TOKENS} tokens or more with tasks={self.tasks}")
+        require(
+            ok,
+            "data.seq_len",
+            self.data.seq_len,
+            f"expected {TASK_TOKENS} tokens or more with tasks={self.tasks}",
+        )
         if self.sparse:
-            gate, how = self.artifacts.gate, f"gates are needed; msattn train-gate {self.arguments('base')} trains them"
+            gate, how = (
+                self.artifacts.gate,
+                f"gates are needed; msattn train-gate {self.arguments('base')} trains them",
+            )
             require(gate is not None, "artifacts.gate", gate, how)
             check_usable(self.select, self.refused)
             why = "only plain training (select.sparsity=0) is compiled"
@@ -263,13 +341,21 @@ class FinetuneConfig(RunConfig):
 
 @schema(kw_only=True)
 class ReadOptions:
-    """Options of :func:`msattn.attach` that say which keys are read, as the configuration and Python callers give them."""
+    """Options of :func:`msattn.attach` that say which keys are read, as the configuration and
+    Python callers give them.
+    """
 
-    probes: CountOrZero | None = key("buckets that each decoded query reads; null: as recorded in the artifact", default=None)
-    keys: ShareOfKeys | None = key(
-        "replaces probes: mean share of the keys outside the dense window that decoded queries read, e.g. 0.05", default=None
+    probes: CountOrZero | None = key(
+        "buckets that each decoded query reads; null: as recorded in the artifact", default=None
     )
-    recent: Tokens | None = key("number of last keys that are always read; null: as recorded in the artifact", default=None)
+    keys: ShareOfKeys | None = key(
+        "replaces probes: mean share of the keys outside the dense window that decoded queries "
+        "read, e.g. 0.05",
+        default=None,
+    )
+    recent: Tokens | None = key(
+        "number of last keys that are always read; null: as recorded in the artifact", default=None
+    )
     sink: TokensOrZero | None = key(
         "number of first keys that are always read; null: as recorded in the artifact", default=None
     )
@@ -277,17 +363,34 @@ class ReadOptions:
         "layers in which decoding reads every key; null: as recorded in the artifact", default=None
     )
     dense_below: TokensOrZero | None = key(
-        "attention is dense below this number of keys; null: the measured break-even lengths. eval ignores it", default=None
+        "attention is dense below this number of keys; null: the measured break-even lengths. "
+        "eval ignores it",
+        default=None,
     )
 
     def check_budget(self) -> None:
-        """Raises UserError for two of ``probes``, ``keys`` and ``threshold``, or ``keys`` that are neither share nor number."""
+        """Raises UserError for two of ``probes``, ``keys`` and ``threshold``, or ``keys`` that are
+        neither share nor number.
+        """
         names = ("threshold", "keys", "probes")
-        given = [f"{name}={value:g}" for name in names if (value := getattr(self, name, None)) is not None]
+        given = [
+            f"{name}={value:g}"
+            for name in names
+            if (value := getattr(self, name, None)) is not None
+        ]
         if len(given) > 1:
             raise UserError(f"{given[0]}: {given[1]} is given too; give one of the two")
-        ok = self.keys is None or 0.001 <= self.keys <= 0.5 or (1 <= self.keys <= 1e9 and self.keys == int(self.keys))
-        require(ok, "keys", self.keys, "expected null, a share in [0.001, 0.5], or a whole number of keys")
+        ok = (
+            self.keys is None
+            or 0.001 <= self.keys <= 0.5
+            or (1 <= self.keys <= 1e9 and self.keys == int(self.keys))
+        )
+        require(
+            ok,
+            "keys",
+            self.keys,
+            "expected null, a share in [0.001, 0.5], or a whole number of keys",
+        )
 
 
 @schema(kw_only=True)
@@ -295,12 +398,15 @@ class BudgetOptions(ReadOptions):
     """:class:`ReadOptions` with every budget of new tokens."""
 
     keys: Number | None = key(
-        "replaces probes: mean share of the keys outside the dense window that decoded queries read, e.g. 0.05; with decode "
+        "replaces probes: mean share of the keys outside the dense window that decoded queries "
+        "read, e.g. 0.05; with decode "
         "gates also their number, rounded down to whole blocks",
         default=None,
     )
     threshold: Annotated[Number, Interval(gt=0, lt=1)] | None = key(
-        "replaces probes and keys: a decode gate reads the blocks with at least this probability, e.g. 0.005", default=None
+        "replaces probes and keys: a decode gate reads the blocks with at least this probability, "
+        "e.g. 0.005",
+        default=None,
     )
 
 
@@ -310,7 +416,10 @@ class AttachConfig(ReadOptions, RunConfig):
 
     select: SelectConfig
     artifacts: ArtifactsConfig = field(default_factory=ArtifactsConfig)
-    chat: Flag | None = key("format prompts as user messages with the model's chat template; null: if it has one", default=None)
+    chat: Flag | None = key(
+        "format prompts as user messages with the model's chat template; null: if it has one",
+        default=None,
+    )
 
     @property
     def routing(self) -> dict[str, Any]:
@@ -325,11 +434,15 @@ class AttachConfig(ReadOptions, RunConfig):
 
 @schema(kw_only=True)
 class EvalRunConfig(AttachConfig):
-    """``msattn eval``; compares routing by the query classifiers with routing by the k-means alone."""
+    """``msattn eval``; compares routing by the query classifiers with routing by the k-means
+    alone.
+    """
 
     eval: EvalConfig = field(default_factory=EvalConfig)
     compare: Text | None = key(
-        "folder of another evaluation, e.g. outputs/tiny/base/eval; the report also shows its scores", default=None
+        "folder of another evaluation, e.g. outputs/tiny/base/eval; the report also shows its "
+        "scores",
+        default=None,
     )
 
     def __post_init__(self) -> None:
@@ -338,7 +451,12 @@ class EvalRunConfig(AttachConfig):
         why = f"eval measures gates and the scores of eval.baselines=[{scores}]"
         require(self.select.by_gate, "select.scores", scores, why)
         router = self.artifacts.qmodel
-        require(router not in ROUTERS, "artifacts.qmodel", router, f"eval measures the routers of eval.routers=[{router}]")
+        require(
+            router not in ROUTERS,
+            "artifacts.qmodel",
+            router,
+            f"eval measures the routers of eval.routers=[{router}]",
+        )
 
     @property
     def all_keys(self) -> list[float]:
@@ -367,7 +485,9 @@ class GenerateConfig(AnswerConfig):
     """``msattn generate``: greedy tokens, with dense and with sparse attention."""
 
     independent: Flag = key(
-        "each query head reads its own buckets; otherwise, and always in serve, a query group shares them", default=False
+        "each query head reads its own buckets; otherwise, and always in serve, a query group "
+        "shares them",
+        default=False,
     )
 
 
@@ -375,22 +495,29 @@ class GenerateConfig(AnswerConfig):
 class ServerLimits:
     """``server.*``: memory of the KV cache, and limits of requests."""
 
-    page_size: Annotated[Int, Interval(ge=16, le=4096)] = key("tokens per page of the KV cache", default=256)
+    page_size: Annotated[Int, Interval(ge=16, le=4096)] = key(
+        "tokens per page of the KV cache", default=256
+    )
     pages: Tokens | None = key(
-        "pages of the KV cache; null: as many as fit in GPU memory, on a CPU enough for eight requests of max_length",
+        "pages of the KV cache; null: as many as fit in GPU memory, on a CPU enough for eight "
+        "requests of max_length",
         default=None,
     )
     batch_tokens: Count | None = key(
-        "largest number of tokens in one pass of the model; null: 8192 on a GPU, 512 on a CPU", default=None
+        "largest number of tokens in one pass of the model; null: 8192 on a GPU, 512 on a CPU",
+        default=None,
     )
     max_length: Annotated[Int, Interval(ge=2, le=10**9)] | None = key(
-        "largest number of tokens of a request, prompt and answer together; null: the model's positions", default=None
+        "largest number of tokens of a request, prompt and answer together; null: the model's "
+        "positions",
+        default=None,
     )
     max_running: Annotated[Int, Interval(ge=1, le=10**5)] = key(
         "largest number of requests in one pass of the model", default=256
     )
     max_waiting: Count = key(
-        "requests that may wait for their first token; any further request is refused with 429", default=1024
+        "requests that may wait for their first token; any further request is refused with 429",
+        default=1024,
     )
     max_body_mb: Annotated[Number, Interval(gt=0, le=1024)] = key(
         "largest size of a request in megabytes; larger ones are refused with 413", default=16.0
@@ -402,7 +529,9 @@ class ServerLimits:
 
 @schema(kw_only=True)
 class ServeConfig(AnswerConfig):
-    """``msattn serve``; ``max_new_tokens`` is the number of new tokens of a request that does not give one."""
+    """``msattn serve``; ``max_new_tokens`` is the number of new tokens of a request that does not
+    give one.
+    """
 
     refused: ClassVar[Mapping[str, str]] = {
         **AnswerConfig.refused,
@@ -410,11 +539,23 @@ class ServeConfig(AnswerConfig):
     }
     server: ServerLimits = field(default_factory=ServerLimits)
     max_new_tokens: Count = key("new tokens of a request without max_tokens", default=1024)
-    dense: Flag = key("serve the model with dense attention and without artifacts, for comparison", default=False)
+    dense: Flag = key(
+        "serve the model with dense attention and without artifacts, for comparison", default=False
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.chat is None, "chat", self.chat, "expected null: the path /v1/chat/completions makes a request a chat")
+        require(
+            self.chat is None,
+            "chat",
+            self.chat,
+            "expected null: the path /v1/chat/completions makes a request a chat",
+        )
         given = [kind for kind, path in vars(self.artifacts).items() if path is not None]
         ok = not (self.dense and given)
-        require(ok, "dense", self.dense, f"expected false with artifacts.{given[0] if given else ''}: give one of the two")
+        require(
+            ok,
+            "dense",
+            self.dense,
+            f"expected false with artifacts.{given[0] if given else ''}: give one of the two",
+        )

@@ -1,7 +1,7 @@
 """Schemas of the configuration: frozen dataclasses of pydantic.
 
-A field states type, accepted values, default and help once. Types are strict: ``'1'`` is no number and 1 is not true. Only
-integers may stand for text, and for other numbers.
+A field states type, accepted values, default and help once. Types are strict: ``'1'`` is no number
+and 1 is not true. Only integers may stand for text, and for other numbers.
 """
 
 import dataclasses
@@ -10,10 +10,26 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, Union, dataclass_transform, get_args, get_origin
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    TypeVar,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+)
 
 from annotated_types import Interval, MinLen
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, PlainValidator, Strict, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    PlainValidator,
+    Strict,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from msattn.trainer.config.values import DTYPES, UNPRINTABLE, nearest, power_of_two, shown
@@ -23,7 +39,9 @@ Config = TypeVar("Config")
 
 
 def _number(value: Any) -> Any:
-    """Returns numbers of other libraries, such as NumPy's, as Python's; raises ValueError for other values, also tensors."""
+    """Returns numbers of other libraries, such as NumPy's, as Python's; raises ValueError for other
+    values, also tensors.
+    """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ValueError("no number")
     return int(value) if isinstance(value, Integral) else float(value)
@@ -44,7 +62,9 @@ def _power_of_two(value: int) -> int:
 
 @dataclass(frozen=True)
 class OneOf:
-    """Annotates text that is one of ``choices``, which ``--help`` and the shell's completion show."""
+    """Annotates text that is one of ``choices``, which ``--help`` and the shell's completion
+    show.
+    """
 
     choices: Collection[str]
 
@@ -94,7 +114,9 @@ DTYPE = "auto (bfloat16 on CUDA, float32 on CPU), float32, float16 or bfloat16"
 
 
 def key(text: str, *, default: Any = dataclasses.MISSING) -> Any:
-    """Returns a dataclass field with the ``text`` of ``--help`` and its default, of which each instance gets a copy."""
+    """Returns a dataclass field with the ``text`` of ``--help`` and its default, of which each
+    instance gets a copy.
+    """
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata={"help": text})
     return dataclasses.field(default=default, metadata={"help": text})
@@ -102,15 +124,25 @@ def key(text: str, *, default: Any = dataclasses.MISSING) -> Any:
 
 @dataclass_transform(frozen_default=True, field_specifiers=(key, dataclasses.field))
 def schema(prefix: str = "", *, kw_only: bool = False) -> Callable[[type[Config]], type[Config]]:
-    """Makes a class a frozen dataclass that checks its values; their keys in error messages begin with ``prefix``.
+    """Makes a class a frozen dataclass that checks its values; their keys in error messages begin
+    with ``prefix``.
 
-    The dataclass raises UserError for an unknown key, a missing value, or one of another type or out of range.
+    The dataclass raises UserError for an unknown key, a missing value, or one of another type or
+    out of range.
     """
 
     def decorate(cls: type[Config]) -> type[Config]:
-        made: Any = pydantic_dataclass(frozen=True, kw_only=kw_only, config=ConfigDict(extra="forbid"))(cls)
-        helped = [f"{item.name} : {item.metadata['help']}" for item in fields(made) if "help" in item.metadata]
-        made.__doc__ = "\n".join([f"{inspect.cleandoc(cls.__doc__ or '')}\n", "Attributes", "----------", *helped])
+        made: Any = pydantic_dataclass(
+            frozen=True, kw_only=kw_only, config=ConfigDict(extra="forbid")
+        )(cls)
+        helped = [
+            f"{item.name} : {item.metadata['help']}"
+            for item in fields(made)
+            if "help" in item.metadata
+        ]
+        made.__doc__ = "\n".join(
+            [f"{inspect.cleandoc(cls.__doc__ or '')}\n", "Attributes", "----------", *helped]
+        )
         signature = inspect.signature(made)  # without annotations, whose validators fill a screen
         plain = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
         made.__signature__ = signature.replace(parameters=plain)
@@ -121,7 +153,9 @@ def schema(prefix: str = "", *, kw_only: bool = False) -> Callable[[type[Config]
                 validated(self, *args, **keys)
             except ValidationError as error:
                 names = [item.name for item in fields(made)]
-                raise UserError(one_line(error, made, dict(zip(names, args, strict=False)) | keys, prefix)) from error
+                raise UserError(
+                    one_line(error, made, dict(zip(names, args, strict=False)) | keys, prefix)
+                ) from error
 
         made.__init__ = init
         return made
@@ -129,14 +163,21 @@ def schema(prefix: str = "", *, kw_only: bool = False) -> Callable[[type[Config]
     return decorate
 
 
-def one_line(error: ValidationError, kind: Any, values: Any, prefix: str = "", known: Collection[str] = ()) -> str:
-    """Returns the first error that pydantic found as one line with the key, its value and the accepted values.
+def one_line(
+    error: ValidationError, kind: Any, values: Any, prefix: str = "", known: Collection[str] = ()
+) -> str:
+    """Returns the first error that pydantic found as one line with the key, its value and the
+    accepted values.
 
-    ``kind`` is the dataclass that ``values`` do not fit. An unknown key is compared with ``known``, by default its keys.
+    ``kind`` is the dataclass that ``values`` do not fit. An unknown key is compared with ``known``,
+    by default its keys.
     """
     first = error.errors(include_url=False)[0]
     names = [item.name for item in fields(kind)]  # positional arguments have numbers
-    path = [each if isinstance(each, str) else names[each] if each < len(names) else str(each) for each in first["loc"]]
+    path = [
+        each if isinstance(each, str) else names[each] if each < len(names) else str(each)
+        for each in first["loc"]
+    ]
     value = first["input"]
     raised = first.get("ctx", {}).get("error")
     if isinstance(raised, UserError):
@@ -147,7 +188,10 @@ def one_line(error: ValidationError, kind: Any, values: Any, prefix: str = "", k
             break
         accepts = {item.name: item.type for item in fields(kind)}
         known = known or [prefix + ".".join([*path[:depth], name]) for name in accepts]
-        kind, values = accepts.get(part), values.get(part) if isinstance(values, Mapping) else getattr(values, part, None)
+        kind, values = (
+            accepts.get(part),
+            values.get(part) if isinstance(values, Mapping) else getattr(values, part, None),
+        )
     name = prefix + ".".join(path)
     match first["type"]:
         case "missing":
@@ -160,27 +204,52 @@ def one_line(error: ValidationError, kind: Any, values: Any, prefix: str = "", k
     is_item = isinstance(value, int | float) or value in choices
     written = f"; written as {name}=[{value}]" if get_origin(base) is list and is_item else ""
     if choices:
-        value = next((each for each in value if each not in choices), value) if isinstance(value, list) else value
-    text = repr(value) if "\n" not in repr(value) else type(value).__name__  # for tensors and modules
+        value = (
+            next((each for each in value if each not in choices), value)
+            if isinstance(value, list)
+            else value
+        )
+    # for tensors and modules
+    text = repr(value) if "\n" not in repr(value) else type(value).__name__
     wrong = value if len(choices) > 1 else text
-    return f"{name}={shown(wrong)}: expected {accepted(kind)}{written or nearest(str(value), choices)}"
+    return (
+        f"{name}={shown(wrong)}: expected {accepted(kind)}{written or nearest(str(value), choices)}"
+    )
 
 
 def choices_of(kind: Any) -> tuple[str, ...]:
-    """Returns the choices of an annotation, or of the items of an annotated list; none if they are not enumerated."""
+    """Returns the choices of an annotation, or of the items of an annotated list; none if they are
+    not enumerated.
+    """
     found = [mark.choices for mark in getattr(kind, "__metadata__", ()) if isinstance(mark, OneOf)]
-    return tuple(found[0]) if found else tuple(each for inner in get_args(kind) for each in choices_of(inner))
+    return (
+        tuple(found[0])
+        if found
+        else tuple(each for inner in get_args(kind) for each in choices_of(inner))
+    )
 
 
 def accepted(kind: Any) -> str:
     """Returns the values that an annotation accepts, in words."""
     if get_origin(kind) in (Union, UnionType):
         return ", or ".join(map(accepted, get_args(kind)))
-    base, marks = (kind.__origin__, kind.__metadata__) if get_origin(kind) is Annotated else (kind, ())
+    base, marks = (
+        (kind.__origin__, kind.__metadata__) if get_origin(kind) is Annotated else (kind, ())
+    )
     if get_origin(base) is list:
         some = "one or more" if any(isinstance(mark, MinLen) for mark in marks) else "a list"
-        return f"{some} of {accepted(get_args(base)[0])}" if choices_of(base) else f"{some}, each {accepted(get_args(base)[0])}"
-    names = {int: "an integer", float: "a number", bool: "true or false", dict: "a mapping", NoneType: "null"}
+        return (
+            f"{some} of {accepted(get_args(base)[0])}"
+            if choices_of(base)
+            else f"{some}, each {accepted(get_args(base)[0])}"
+        )
+    names = {
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        dict: "a mapping",
+        NoneType: "null",
+    }
     text = names.get(get_origin(base) or base, "text without control characters")
     for mark in marks:
         if isinstance(mark, OneOf):

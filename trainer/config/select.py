@@ -1,4 +1,6 @@
-"""Selection of blocks: the keys of ``select``, of which each policy has some, and the names of block scores and routers."""
+"""Selection of blocks: the keys of ``select``, of which each policy has some, and the names of
+block scores and routers.
+"""
 
 from collections.abc import Mapping
 from copy import copy
@@ -27,24 +29,38 @@ from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.config.values import nearest, one_of, require
 from msattn.trainer.errors import UserError
 
-POLICIES: dict[str, dict[str, Any]] = {}  # by name: its own keys with their defaults, filled from the fields of SelectConfig
-UNTRAINED = "msattn.trainer.methods.untrained"  # a module of its packages is a method; its import would import torch
+# by name: its own keys with their defaults, filled from the fields of SelectConfig
+POLICIES: dict[str, dict[str, Any]] = {}
+# a module of its packages is a method; its import would import torch
+UNTRAINED = "msattn.trainer.methods.untrained"
 BASELINES, ROUTERS = (
-    tuple(sorted(module.name for module in iter_modules(import_module(f"{UNTRAINED}.{kind}").__path__)))
+    tuple(
+        sorted(
+            module.name for module in iter_modules(import_module(f"{UNTRAINED}.{kind}").__path__)
+        )
+    )
     for kind in ("scores", "routers")
 )
-GATE_SCORES = {"gate": "attn_gate", "gate_question": "question"}  # name -> module in trainer/methods/gate
+# name -> module in trainer/methods/gate
+GATE_SCORES = {"gate": "attn_gate", "gate_question": "question"}
 SCORES = (*GATE_SCORES, *BASELINES)
 
 
 def _four_shares(shares: list[float]) -> list[float]:
     fits = len(shares) == 4 and 0 < sum(shares) <= 1 + 1e-9
-    require(fits, "select.shares", shares, "expected four shares, for zoom 1, 2, 4 and 8, with a sum in (0, 1]")
+    require(
+        fits,
+        "select.shares",
+        shares,
+        "expected four shares, for zoom 1, 2, 4 and 8, with a sum in (0, 1]",
+    )
     return shares
 
 
 def _own_key(text: str, **policies: Any) -> Any:
-    """Returns the field of a key that only ``policies`` have, each with the default that it has there."""
+    """Returns the field of a key that only ``policies`` have, each with the default that it has
+    there.
+    """
     return field(default=None, metadata={"help": text, "policies": policies})
 
 
@@ -52,53 +68,71 @@ def _own_key(text: str, **policies: Any) -> Any:
 class SelectConfig:
     """Selects the key blocks that prefill reads, by block scores and a policy.
 
-    Blocks may have fewer keys than queries. Sink and local blocks are always counted in blocks of as many keys as queries.
+    Blocks may have fewer keys than queries. Sink and local blocks are always counted in blocks of
+    as many keys as queries.
 
-    The last keys belong to some policies: null stands for their default, and other policies refuse it. Sink blocks, local
-    blocks and the query's own count towards the share of a policy; imported gates record 0 sink and local blocks, as in their
-    paper.
-    ``dense_queries`` are for a question at the end of a prompt. Passes of no more tokens are dense and counted in
-    ``stats()["dense_by_choice"]``. A value out of range, or a key that the policy does not have, raises UserError.
+    The last keys belong to some policies: null stands for their default, and other policies refuse
+    it. Sink blocks, local blocks and the query's own count towards the share of a policy; imported
+    gates record 0 sink and local blocks, as in their paper.
+    ``dense_queries`` are for a question at the end of a prompt. Passes of no more tokens are dense
+    and counted in ``stats()["dense_by_choice"]``. A value out of range, or a key that the policy
+    does not have, raises UserError.
     """
 
-    policy: Annotated[Text, OneOf(POLICIES)] = key("policy that turns block scores into a block mask", default="topk")
+    policy: Annotated[Text, OneOf(POLICIES)] = key(
+        "policy that turns block scores into a block mask", default="topk"
+    )
     _: KW_ONLY
     scores: Annotated[Text, OneOf(SCORES)] = key(
-        "gate_question (a gate's, with the attention of the prompt's last queries), gate, or a training-free method "
+        "gate_question (a gate's, with the attention of the prompt's last queries), gate, or a "
+        "training-free method "
         "(msattn help select)",
         default="gate_question",
     )
     sink_blocks: TokensOrZero | None = key(
-        "number of first blocks that every row reads; null: as recorded in the gate's artifact, else 1", default=None
+        "number of first blocks that every row reads; null: as recorded in the gate's artifact, "
+        "else 1",
+        default=None,
     )
     local_blocks: TokensOrZero | None = key(
-        "number of blocks before its own that every row reads; null: as recorded in the gate's artifact, else 1", default=None
+        "number of blocks before its own that every row reads; null: as recorded in the gate's "
+        "artifact, else 1",
+        default=None,
     )
     last_block: Annotated[Text, OneOf(("queries", "pooled"))] = key(
-        "gate scores of a prompt's last row block: queries, the largest over pooled and single queries; or pooled (the paper)",
+        "gate scores of a prompt's last row block: queries, the largest over pooled and single "
+        "queries; or pooled (the paper)",
         default="queries",
     )
-    dense_queries: TokensOrZero = key("number of last tokens of a pass that read every block", default=0)
+    dense_queries: TokensOrZero = key(
+        "number of last tokens of a pass that read every block", default=0
+    )
     block_size: BlockSize = key("tokens per block, for scores other than the gate's", default=64)
     key_block_size: BlockSize | None = key(
-        "keys per block, if they are fewer than its queries, for scores other than the gate's; null: select.block_size",
+        "keys per block, if they are fewer than its queries, for scores other than the gate's; "
+        "null: select.block_size",
         default=None,
     )
     seed: Seed = key("seed of random scores", default=0)
     sparsity: Sparsity | None = _own_key(
-        "share of the causally visible blocks that is not read; with select=calibrated a mean over rows and heads",
+        "share of the causally visible blocks that is not read; with select=calibrated a mean "
+        "over rows and heads",
         topk=0.5,
         calibrated=0.5,
     )
-    threshold: Sparsity | None = _own_key("smallest row-normalized score that is read", threshold=0.002)
+    threshold: Sparsity | None = _own_key(
+        "smallest row-normalized score that is read", threshold=0.002
+    )
     mass: Annotated[Number, Interval(gt=0, le=1)] | None = _own_key(
         "sum of the row-normalized scores of the blocks read", nucleus=0.95
     )
     tokens: Tokens | None = _own_key(
-        "largest number of keys that a query block reads, at least the blocks that are always read", token_budget=1024
+        "largest number of keys that a query block reads, at least the blocks that are always read",
+        token_budget=1024,
     )
     shares: Annotated[list[Share], AfterValidator(_four_shares)] | None = _own_key(
-        "shares of the visible blocks, best first, that are read at zooms 1, 2, 4 and 8", multiscale=[0.1, 0.1, 0.2, 0.4]
+        "shares of the visible blocks, best first, that are read at zooms 1, 2, 4 and 8",
+        multiscale=[0.1, 0.1, 0.2, 0.4],
     )
 
     def __post_init__(self) -> None:
@@ -127,7 +161,9 @@ class SelectConfig:
         return {name: value for name, value in asdict(self).items() if name not in foreign}
 
     def with_policy(self, policy: str, **keys: Any) -> "SelectConfig":
-        """Returns a selection by another policy; the keys that both policies have keep their values."""
+        """Returns a selection by another policy; the keys that both policies have keep their
+        values.
+        """
         one_of("select.policy", policy, POLICIES)
         foreign: dict[str, Any] = dict.fromkeys(OWN_KEYS - POLICIES[policy].keys())
         return replace(self, policy=policy, **(foreign | keys))
@@ -137,32 +173,46 @@ for _item in fields(SelectConfig):
     for _policy, _default in _item.metadata.get("policies", {}).items():
         POLICIES.setdefault(_policy, {})[_item.name] = _default
 OWN_KEYS = {name for keys in POLICIES.values() for name in keys}
-SHARED_KEYS = [item.name for item in fields(SelectConfig) if item.name not in OWN_KEYS and item.name != "policy"]
+SHARED_KEYS = [
+    item.name
+    for item in fields(SelectConfig)
+    if item.name not in OWN_KEYS and item.name != "policy"
+]
 
 
-def select_config(select: SelectConfig | Mapping[str, Any] | str, *, sparsity: float | None = None) -> SelectConfig:
-    """Returns the selection that a user describes: one, its keys, or the name of a policy or of a baseline's scores.
+def select_config(
+    select: SelectConfig | Mapping[str, Any] | str, *, sparsity: float | None = None
+) -> SelectConfig:
+    """Returns the selection that a user describes: one, its keys, or the name of a policy or of a
+    baseline's scores.
 
-    Of the latter the top blocks are read. ``sparsity`` replaces that of the policy. Raises UserError for an unknown name or
-    key, a value out of range, or a ``sparsity`` for a policy that has none.
+    Of the latter the top blocks are read. ``sparsity`` replaces that of the policy. Raises
+    UserError for an unknown name or key, a value out of range, or a ``sparsity`` for a policy that
+    has none.
     """
     if isinstance(select, str):
         one_of("select", select, (*POLICIES, *BASELINES))
         select = SelectConfig(select) if select in POLICIES else SelectConfig(scores=select)
     elif isinstance(select, Mapping):
-        select = SelectConfig(**{key if isinstance(key, str) else repr(key): value for key, value in select.items()})
+        select = SelectConfig(
+            **{key if isinstance(key, str) else repr(key): value for key, value in select.items()}
+        )
     return select if sparsity is None else replace(select, sparsity=sparsity)
 
 
 def check_usable(select: SelectConfig, refused: Mapping[str, str]) -> None:
-    """Raises UserError for a policy or scores that are ``refused``, with the reason that is given there."""
+    """Raises UserError for a policy or scores that are ``refused``, with the reason that is given
+    there.
+    """
     for name in ("policy", "scores"):
         value = getattr(select, name)
         require(value not in refused, f"select.{name}", value, refused.get(value, ""))
 
 
 def foreign_key(policy: str, key: str) -> str:
-    """Returns the error message for a key that ``policy`` does not have, with the keys that it accepts."""
+    """Returns the error message for a key that ``policy`` does not have, with the keys that it
+    accepts.
+    """
     accepted = [*POLICIES[policy], *SHARED_KEYS]
     owners = [name for name, keys in POLICIES.items() if key in keys]
     hint = f"; {key} belongs to policy={' and '.join(owners)}" if owners else nearest(key, accepted)

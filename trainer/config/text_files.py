@@ -1,4 +1,6 @@
-"""Text files that a user names: finding and reading them. Imports nothing heavy, so that a wrong path is refused at once."""
+"""Text files that a user names: finding and reading them. Imports nothing heavy, so that a wrong
+path is refused at once.
+"""
 
 import json
 import os
@@ -16,16 +18,19 @@ from msattn.trainer.memory import free_memory
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 COMPRESSED = (".gz", ".xz", ".zst")
-MEMORY_PER_BYTE = 160  # bytes of memory for each byte of a text that is encoded at once, measured with the embedded tokenizer
+# bytes of memory for each byte of a text that is encoded at once, measured with the embedded
+# tokenizer
+MEMORY_PER_BYTE = 160
 PIECE = 2**20  # bytes that are read at once
 
 
 def text_files(key: str, path: str) -> list[Path]:
     """Returns the files of a file name, a folder (recursively) or a glob, in a fixed order.
 
-    Hidden files in a folder are left out: copies and metadata of editors and systems. A glob's ``**``, like a folder, does not
-    follow symbolic links, and its wildcards do not match hidden names. Raises UserError: there is no text file, or it is a
-    device or a pipe; the message names ``key``.
+    Hidden files in a folder are left out: copies and metadata of editors and systems. A glob's
+    ``**``, like a folder, does not follow symbolic links, and its wildcards do not match hidden
+    names. Raises UserError: there is no text file, or it is a device or a pipe; the message names
+    ``key``.
     """
     where = f"{key}={shown(path)}"
     root = Path(os.path.expanduser(path))
@@ -33,23 +38,35 @@ def text_files(key: str, path: str) -> list[Path]:
         if not path.strip() or "\0" in path:
             files = []
         elif root.is_dir():
-            found = (file for file in root.rglob("*") if not _is_hidden(file.relative_to(root).parts))
+            found = (
+                file for file in root.rglob("*") if not _is_hidden(file.relative_to(root).parts)
+            )
             files = sorted(file for file in found if file.is_file() and file_type(file) is not None)
-        elif root.exists():  # checked before the glob, as a file name may contain its metacharacters
+        elif (
+            root.exists()
+        ):  # checked before the glob, as a file name may contain its metacharacters
             files = [root]
             check_regular(root, where)
         else:
             files = sorted(file for file in _glob(root) if file.is_file())
     if not files:
-        raise UserError(f"{where}: no such file, or no {', '.join(SUFFIXES)} ({', '.join(COMPRESSED)}) file in it")
+        raise UserError(
+            f"{where}: no such file, or no {', '.join(SUFFIXES)} ({', '.join(COMPRESSED)}) file "
+            f"in it"
+        )
     return files
 
 
 def _glob(pattern: Path) -> Iterator[Path]:
     """Yields what ``pattern`` matches."""
-    start = next((i for i, part in enumerate(pattern.parts) if re.search(r"[*?\[]", part)), len(pattern.parts))
+    start = next(
+        (i for i, part in enumerate(pattern.parts) if re.search(r"[*?\[]", part)),
+        len(pattern.parts),
+    )
     hidden = _is_hidden(pattern.parts[start:])
-    text = re.sub(r"(?<=[^/])\*\*+|\*\*+(?=[^/])", "*", pattern.relative_to(pattern.anchor).as_posix())
+    text = re.sub(
+        r"(?<=[^/])\*\*+|\*\*+(?=[^/])", "*", pattern.relative_to(pattern.anchor).as_posix()
+    )
     text = re.sub(r"(\*\*/)+", "**/", text)  # the same, but not searched again and again
     for file in Path(pattern.anchor or ".").glob(text):
         if hidden or not _is_hidden(file.parts[start:]):
@@ -61,7 +78,9 @@ def _is_hidden(parts: Sequence[str]) -> bool:
 
 
 def file_type(file: Path) -> str | None:
-    """Returns one of :data:`SUFFIXES`, ignoring case and a compression suffix; None for other files."""
+    """Returns one of :data:`SUFFIXES`, ignoring case and a compression suffix; None for other
+    files.
+    """
     suffixes = [suffix.lower() for suffix in file.suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes = suffixes[:-1]
@@ -69,21 +88,27 @@ def file_type(file: Path) -> str | None:
 
 
 def read_text(path: str | Path, where: str) -> str:
-    """Returns the text of a regular UTF-8 file without a byte order mark, with line ends ``\\n``."""
+    """Returns the text of a regular UTF-8 file without a byte order mark, with line ends
+    ``\\n``.
+    """
     file, most = Path(os.path.expanduser(path)), largest_text()
     with refused(where), open_bytes(file, where, most) as stream:
         return decode(read_stream(stream, where, most), where)
 
 
 def open_bytes(file: Path, where: str, most: int) -> BinaryIO:
-    """Opens a regular file of at most ``most`` bytes; some files of ``/proc`` look regular and would block."""
+    """Opens a regular file of at most ``most`` bytes; some files of ``/proc`` look regular and
+    would block.
+    """
     check_regular(file, where)
     check_size(file.stat().st_size, most, where)
     return open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
 
 
 def check_regular(file: Path, where: str) -> None:
-    """Raises UserError for a device or a pipe, which may have no end, and for a path with a NUL; OSError if there is none."""
+    """Raises UserError for a device or a pipe, which may have no end, and for a path with a NUL;
+    OSError if there is none.
+    """
     try:
         mode = file.stat().st_mode
     except ValueError as error:  # a NUL character
@@ -98,12 +123,16 @@ def largest_text() -> int:
 
 
 def largest_corpus() -> int:
-    """Returns the bytes of text that may be read in all: a quarter of the free memory, as their tokens take as much again."""
+    """Returns the bytes of text that may be read in all: a quarter of the free memory, as their
+    tokens take as much again.
+    """
     return free_memory() // 4
 
 
 def read_stream(stream: BinaryIO | BufferedIOBase, where: str, most: int) -> bytearray:
-    """Returns the content of a stream of at most ``most`` bytes, after decompression if it decompresses."""
+    """Returns the content of a stream of at most ``most`` bytes, after decompression if it
+    decompresses.
+    """
     content = bytearray()
     while piece := stream.read(PIECE):
         content += piece
@@ -114,7 +143,9 @@ def read_stream(stream: BinaryIO | BufferedIOBase, where: str, most: int) -> byt
 def check_size(size: int, most: int, where: str) -> None:
     """Raises UserError for text of more than ``most`` bytes."""
     if size > most:
-        raise UserError(f"{where}: more than {most / 1e6:,.1f} MB of text, more than fits in free memory")
+        raise UserError(
+            f"{where}: more than {most / 1e6:,.1f} MB of text, more than fits in free memory"
+        )
 
 
 def decode(content: bytes | bytearray, where: str) -> str:
@@ -137,7 +168,9 @@ def parse_json(line: str, where: str) -> Any:
 
 
 def is_unicode(text: str) -> bool:
-    """Returns False for text with surrogates, which stand for bytes that are not UTF-8 and occur in JSON's ``\\ud800``."""
+    """Returns False for text with surrogates, which stand for bytes that are not UTF-8 and occur in
+    JSON's ``\\ud800``.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,6 @@
-"""Composed Hydra configurations and their schemas: defaults, keys, and conversion into a dataclass."""
+"""Composed Hydra configurations and their schemas: defaults, keys, and conversion into a
+dataclass.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
@@ -12,7 +14,8 @@ Config = TypeVar("Config")
 
 
 def defaults(schema: Any) -> dict[str, Any]:
-    """Returns the defaults of a dataclass and its sections as plain containers, ``???`` for a value that is needed.
+    """Returns the defaults of a dataclass and its sections as plain containers, ``???`` for a value
+    that is needed.
 
     Without those of ``select``, whose keys depend on the policy.
     """
@@ -37,8 +40,12 @@ def known_keys(schema: Any, prefix: str = "") -> list[str]:
     return keys
 
 
-def leaves(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Field[Any], Any]]:
-    """Yields the dotted name, field and value of each key of ``values`` that is no section; they fit ``schema``."""
+def leaves(
+    schema: Any, values: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Field[Any], Any]]:
+    """Yields the dotted name, field and value of each key of ``values`` that is no section; they
+    fit ``schema``.
+    """
     for item in fields(schema):
         if item.name not in values:
             continue
@@ -50,7 +57,9 @@ def leaves(schema: Any, values: Mapping[str, Any], prefix: str = "") -> Iterator
 
 
 def typed(config: Any, schema: type[Config]) -> Config:
-    """Returns the values of a composed ``config`` as the dataclass ``schema``, which may refuse them."""
+    """Returns the values of a composed ``config`` as the dataclass ``schema``, which may refuse
+    them.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
     from pydantic import TypeAdapter, ValidationError

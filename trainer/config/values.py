@@ -7,7 +7,8 @@ from collections.abc import Collection
 from msattn.trainer.errors import UserError
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # control characters, and surrogates, which UTF-8 lacks
+# control characters, and surrogates, which UTF-8 lacks
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 LONGEST_SHOWN = 200  # characters of a value in a message
 
 
@@ -25,18 +26,29 @@ def shown(value: object) -> str:
 
 
 def one_of(key: str, value: object, accepted: Collection[str]) -> None:
-    """Raises UserError, with the nearest accepted value, if ``value`` is not one of ``accepted``."""
+    """Raises UserError, with the nearest accepted value, if ``value`` is not one of
+    ``accepted``.
+    """
     if not isinstance(value, str) or value not in accepted:
-        raise UserError(f"{key}={shown(value)}: expected {', '.join(accepted)}{nearest(str(value), accepted)}")
+        raise UserError(
+            f"{key}={shown(value)}: expected {', '.join(accepted)}{nearest(str(value), accepted)}"
+        )
 
 
 def folder_name(key: str, value: str) -> None:
     """Raises UserError if ``value`` is not the name of a folder."""
-    require(value.strip() not in ("", ".", "..") and "/" not in value, key, value, "expected a folder name")
+    require(
+        value.strip() not in ("", ".", "..") and "/" not in value,
+        key,
+        value,
+        "expected a folder name",
+    )
 
 
 def nearest(key: str, accepted: Collection[str]) -> str:
-    """Returns the hint `` (did you mean X?)`` for the accepted key nearest to ``key``, or an empty string."""
+    """Returns the hint `` (did you mean X?)`` for the accepted key nearest to ``key``, or an empty
+    string.
+    """
     near = [] if key in accepted else difflib.get_close_matches(key, accepted, n=1)
     near = near or [each for each in accepted if key and each.startswith(key) and each != key]
     return f" (did you mean {near[0]}?)" if near else ""

@@ -1,7 +1,8 @@
 """Text sources, chunks of tokens, and retrieval tasks that are mixed into them.
 
 Import :func:`chunks`, :func:`documents` and their classes from here; import retrieval tasks from
-:mod:`~msattn.trainer.data.tasks` and :mod:`~msattn.trainer.data.mixture`. Nothing here loads a model.
+:mod:`~msattn.trainer.data.tasks` and :mod:`~msattn.trainer.data.mixture`. Nothing here loads a
+model.
 """
 # ruff: noqa: F401 (names for import from here)
 

@@ -1,4 +1,6 @@
-"""Benchmark files: questions in the formats of SQuAD and HotpotQA, for RULER, and tasks in L-Eval's format."""
+"""Benchmark files: questions in the formats of SQuAD and HotpotQA, for RULER, and tasks in L-Eval's
+format.
+"""
 
 import os
 import re
@@ -57,13 +59,17 @@ class _HotpotQA:
 
 
 def read_squad(key: str, path: str) -> Questions:
-    """Returns the questions of a JSON file in SQuAD's format; distractors come from the same article first.
+    """Returns the questions of a JSON file in SQuAD's format; distractors come from the same
+    article first.
 
-    Questions without an answer are left out. Raises UserError, which begins with ``key``, for a file in another format.
+    Questions without an answer are left out. Raises UserError, which begins with ``key``, for a
+    file in another format.
     """
     where = f"{key}={shown(path)}"
     articles = checked(_json_of(key, path), _Squad, where).data
-    documents = sorted({paragraph.context for article in articles for paragraph in article.paragraphs})
+    documents = sorted(
+        {paragraph.context for article in articles for paragraph in article.paragraphs}
+    )
     number = {text: place for place, text in enumerate(documents)}
     found = []
     for article in articles:
@@ -73,22 +79,29 @@ def read_squad(key: str, path: str) -> Questions:
             for asked in paragraph.qas:
                 answers = list(dict.fromkeys(answer.text for answer in asked.answers))
                 if answers:
-                    found.append(DocumentQuestion(asked.question, answers, [own], sorted(of_article - {own})))
+                    found.append(
+                        DocumentQuestion(asked.question, answers, [own], sorted(of_article - {own}))
+                    )
     return _questions(documents, found, where)
 
 
 def read_hotpotqa(key: str, path: str) -> Questions:
-    """Returns the questions of a JSON file in HotpotQA's format, each with its own documents; others are distractors.
+    """Returns the questions of a JSON file in HotpotQA's format, each with its own documents;
+    others are distractors.
 
     Raises UserError, which begins with ``key``, for a file in another format.
     """
     where = f"{key}={shown(path)}"
     asked = checked({"data": _json_of(key, path)}, _HotpotQA, where).data
-    texts = [[f"{title}\n{''.join(sentences)}" for title, sentences in each.context] for each in asked]
+    texts = [
+        [f"{title}\n{''.join(sentences)}" for title, sentences in each.context] for each in asked
+    ]
     documents = sorted({text for of_question in texts for text in of_question})
     number = {text: place for place, text in enumerate(documents)}
     found = [
-        DocumentQuestion(each.question, [each.answer], [number[text] for text in dict.fromkeys(own)], [])
+        DocumentQuestion(
+            each.question, [each.answer], [number[text] for text in dict.fromkeys(own)], []
+        )
         for each, own in zip(asked, texts, strict=True)
     ]
     return _questions(documents, found, where)
@@ -114,15 +127,19 @@ class _LevalDocument:
 
     def __post_init__(self) -> None:
         if len(self.instructions) != len(self.outputs):
-            raise ValueError(f"there are {len(self.instructions)} instructions and {len(self.outputs)} outputs")
+            raise ValueError(
+                f"there are {len(self.instructions)} instructions and {len(self.outputs)} outputs"
+            )
 
 
 @dataclass(frozen=True)
 class LevalQuestion:
-    """A question of L-Eval about a document. ``options`` are the letters of a multiple-choice question, otherwise ``""``.
+    """A question of L-Eval about a document. ``options`` are the letters of a multiple-choice
+    question, otherwise ``""``.
 
-    ``gold`` is the expected answer; for multiple choice, its letter or letters. ``metric`` is L-Eval's: ``exam`` (the
-    answer itself), ``rouge``, ``f1``, or others that people or models judge.
+    ``gold`` is the expected answer; for multiple choice, its letter or letters. ``metric`` is
+    L-Eval's: ``exam`` (the answer itself), ``rouge``, ``f1``, or others that people or models
+    judge.
     """
 
     document: str
@@ -133,9 +150,11 @@ class LevalQuestion:
 
 
 def read_leval(key: str, path: str) -> dict[str, list[LevalQuestion]]:
-    """Returns the questions of a jsonl file in L-Eval's format, or of each file in a folder or glob, keyed by file name.
+    """Returns the questions of a jsonl file in L-Eval's format, or of each file in a folder or
+    glob, keyed by file name.
 
-    Raises UserError, which begins with ``key``: there is no such file, or a line has another format.
+    Raises UserError, which begins with ``key``: there is no such file, or a line has another
+    format.
     """
     found: dict[str, list[LevalQuestion]] = {}
     for file in text_files(key, path):
@@ -152,7 +171,11 @@ def _leval_questions(row: Any, where: str) -> Iterator[LevalQuestion]:
     document = checked(row if isinstance(row, dict) else {}, _LevalDocument, where)
     for instruction, output in zip(document.instructions, document.outputs, strict=True):
         gold, options = output.strip(), ""
-        if document.evaluation == "exam" and (letters := _chosen(gold)) and {*letters} <= {*(given := _options(instruction))}:
+        if (
+            document.evaluation == "exam"
+            and (letters := _chosen(gold))
+            and {*letters} <= {*(given := _options(instruction))}
+        ):
             gold, options = letters, given
         if not gold:
             raise UserError(f"{where}: an output is empty")
@@ -160,12 +183,20 @@ def _leval_questions(row: Any, where: str) -> Iterator[LevalQuestion]:
 
 
 def _options(instruction: str) -> str:
-    """Returns the letters (A, B and so on) of the options that an instruction lists as ``(A) ...`` or ``A. ...``."""
+    """Returns the letters (A, B and so on) of the options that an instruction lists as ``(A) ...``
+    or ``A. ...``.
+    """
     letters = re.findall(r"(?:^|\n)\s*\(?([A-Z])[.):]", instruction)
-    return "".join(letter for place, letter in enumerate(dict.fromkeys(letters)) if letter == chr(ord("A") + place))
+    return "".join(
+        letter
+        for place, letter in enumerate(dict.fromkeys(letters))
+        if letter == chr(ord("A") + place)
+    )
 
 
 def _chosen(output: str) -> str:
-    """Returns the letters of an output such as ``B``, ``ACD`` or ``(B) because``; empty for other texts."""
+    """Returns the letters of an output such as ``B``, ``ACD`` or ``(B) because``; empty for other
+    texts.
+    """
     found = re.match(r"\(([A-Z])\)|([A-Z]+)\.?$", output)
     return "" if found is None else found[1] or found[2]

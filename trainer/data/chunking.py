@@ -1,8 +1,9 @@
 """Encoding of documents into chunks of tokens.
 
-Documents are encoded in a fixed order, joined by the tokenizer's end-of-text token, cut into chunks of ``seq_len`` tokens and
-shuffled by the seed. Chunk ``i`` is the same on every machine, on every rank and after every resume. Tokens are kept on disk
-(:mod:`msattn.trainer.data.cache`), so that a text is encoded once.
+Documents are encoded in a fixed order, joined by the tokenizer's end-of-text token, cut into chunks
+of ``seq_len`` tokens and shuffled by the seed. Chunk ``i`` is the same on every machine, on every
+rank and after every resume. Tokens are kept on disk (:mod:`msattn.trainer.data.cache`), so that a
+text is encoded once.
 """
 
 import hashlib
@@ -26,7 +27,8 @@ from msattn.trainer.progress import Progress
 from msattn.trainer.storage.hashes import file_hash
 
 MOST_EPOCHS = 3  # training warns of more passes over a text
-# A batch of documents that are encoded at once is complete from these sizes on: encoding takes much memory, here about 600 MiB.
+# A batch of documents that are encoded at once is complete from these sizes on: encoding takes much
+# memory, here about 600 MiB.
 _BATCH_SIZE, _BATCH_CHARACTERS = 64, 2**23
 
 
@@ -47,11 +49,15 @@ class Chunks(Dataset[dict[str, Tensor]]):
         return {"input_ids": torch.from_numpy(self._tokens[index].astype(np.int64))}
 
     def split_off(self, number: int) -> tuple["Chunks", "Chunks"]:
-        """Returns all but the last ``number`` chunks, and these; at most a tenth, and all twice if there are fewer than ten."""
+        """Returns all but the last ``number`` chunks, and these; at most a tenth, and all twice if
+        there are fewer than ten.
+        """
         end = len(self) - min(number, len(self) // 10)
         if end == len(self):
             return self, self
-        return Chunks(self._tokens[:end], self._tokenizer), Chunks(self._tokens[end:], self._tokenizer)
+        return Chunks(self._tokens[:end], self._tokenizer), Chunks(
+            self._tokens[end:], self._tokenizer
+        )
 
     def num_bytes(self, index: int) -> int:
         """Returns the UTF-8 bytes of a chunk after its first token, for bits per byte."""
@@ -73,9 +79,10 @@ def chunks(
 ) -> Chunks:
     """Cuts documents of ``cfg`` into chunks, in an order drawn from ``seed``.
 
-    ``seq_len`` and ``num_chunks`` override those of ``cfg``. With ``num_chunks`` only that many of the shuffled chunks are
-    used; if there are fewer, all are used and a message is printed. A ``hub`` source is read only as far as needed. Raises
-    UserError like :func:`documents`, and for too few tokens, a ``hub`` source without ``num_chunks``, or a missing BOS token.
+    ``seq_len`` and ``num_chunks`` override those of ``cfg``. With ``num_chunks`` only that many of
+    the shuffled chunks are used; if there are fewer, all are used and a message is printed. A
+    ``hub`` source is read only as far as needed. Raises UserError like :func:`documents`, and for
+    too few tokens, a ``hub`` source without ``num_chunks``, or a missing BOS token.
     """
     seq_len, num_chunks = seq_len or cfg.seq_len, num_chunks or cfg.num_chunks
     if cfg.source == "hub" and num_chunks is None:
@@ -92,10 +99,17 @@ def chunks(
     )
     count = len(tokens) // seq_len
     if count == 0:
-        hint = "; data.heldout_path names others" if heldout and cfg.source == "text" and cfg.heldout_path is None else ""
+        hint = (
+            "; data.heldout_path names others"
+            if heldout and cfg.source == "text" and cfg.heldout_path is None
+            else ""
+        )
         raise UserError(f"data.seq_len={seq_len}: the {name} hold only {len(tokens)} tokens{hint}")
     if num_chunks is not None and count < num_chunks:
-        print_once(f"the {name} hold {count} chunks of {seq_len} tokens, fewer than the {num_chunks} asked for")
+        print_once(
+            f"the {name} hold {count} chunks of {seq_len} tokens, fewer than the {num_chunks} "
+            f"asked for"
+        )
     order = np.random.default_rng(seed).permutation(count)[:num_chunks]
     return Chunks(tokens[: count * seq_len].reshape(count, seq_len)[order], tokenizer)
 
@@ -118,14 +132,22 @@ def warn_of_repeats(cfg: DataConfig, train: Chunks, items: float) -> None:
 
 
 def _identity(cfg: DataConfig, tokenizer: Any, heldout: bool, at_least: int | None) -> Any | None:
-    """Returns everything that the tokens depend on, or None for a tokenizer in Python, whose rules are not known."""
-    backend, source = getattr(tokenizer, "backend_tokenizer", None), source_identity(cfg, heldout=heldout)
+    """Returns everything that the tokens depend on, or None for a tokenizer in Python, whose rules
+    are not known.
+    """
+    backend, source = (
+        getattr(tokenizer, "backend_tokenizer", None),
+        source_identity(cfg, heldout=heldout),
+    )
     if backend is None or source is None:
         return None
     code = [file for file in sorted(Path(__file__).parent.rglob("*.py")) if file.name != "cache.py"]
     return {
         "source": source,
-        "tokenizer": [type(tokenizer).__qualname__, hashlib.sha256(backend.to_str().encode()).hexdigest()],
+        "tokenizer": [
+            type(tokenizer).__qualname__,
+            hashlib.sha256(backend.to_str().encode()).hexdigest(),
+        ],
         "eos": tokenizer.eos_token_id,
         "bos": tokenizer.bos_token_id if cfg.bos else None,
         "at_least": at_least,
@@ -135,23 +157,29 @@ def _identity(cfg: DataConfig, tokenizer: Any, heldout: bool, at_least: int | No
 
 
 def _source_name(cfg: DataConfig, heldout: bool) -> str:
-    """Returns a phrase for messages that names the training or held-out documents and the setting they come from."""
+    """Returns a phrase for messages that names the training or held-out documents and the setting
+    they come from.
+    """
     if heldout and cfg.heldout_path is not None:
         return f"documents of data.heldout_path={cfg.heldout_path}"
     setting = f"data.path={cfg.path}" if cfg.path else f"data={cfg.source or 'stdlib'}"
     return f"held-out documents of {setting}" if heldout else f"documents of {setting}"
 
 
-def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None = None, bos: bool = False) -> np.ndarray:
+def encode(
+    source: Iterator[Document], tokenizer: Any, *, at_least: int | None = None, bos: bool = False
+) -> np.ndarray:
     """Returns the tokens of documents, int32 [n], each with an end-of-text token.
 
-    With ``bos`` each document begins with the BOS token. Pretraining packs documents like this, so chunks that begin inside a
-    document have none. Stops after the batch that reaches ``at_least`` tokens. Rank 0 shows the progress. Raises UserError like
-    :func:`end_of_text`.
+    With ``bos`` each document begins with the BOS token. Pretraining packs documents like this, so
+    chunks that begin inside a document have none. Stops after the batch that reaches ``at_least``
+    tokens. Rank 0 shows the progress. Raises UserError like :func:`end_of_text`.
     """
     end = end_of_text(tokenizer, "data")
     pieces: list[np.ndarray] = []
-    texts = batched((document.text for document in source), len, most=_BATCH_SIZE, size=_BATCH_CHARACTERS)
+    texts = batched(
+        (document.text for document in source), len, most=_BATCH_SIZE, size=_BATCH_CHARACTERS
+    )
     first = [tokenizer.bos_token_id] if bos else []
     total = 0
     with Progress(console=Console(stderr=True)) as progress:
@@ -167,9 +195,13 @@ def encode(source: Iterator[Document], tokenizer: Any, *, at_least: int | None =
 
 
 def end_of_text(tokenizer: Any, where: str) -> int:
-    """Returns the token that ends a text; raises UserError if neither the tokenizer nor its model's files name one."""
+    """Returns the token that ends a text; raises UserError if neither the tokenizer nor its model's
+    files name one.
+    """
     if tokenizer.eos_token_id is None:
-        raise UserError(f"{where}: the model has no end-of-text token; set eos_token_id in its config.json")
+        raise UserError(
+            f"{where}: the model has no end-of-text token; set eos_token_id in its config.json"
+        )
     return tokenizer.eos_token_id
 
 
@@ -181,4 +213,6 @@ def encode_texts(tokenizer: Any, texts: list[str]) -> list[list[int]]:
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
         # Panics in Rust libraries do not derive from Exception.
-        raise UserError(f"the model's tokenizer cannot encode the text ({first_line(error)})") from error
+        raise UserError(
+            f"the model's tokenizer cannot encode the text ({first_line(error)})"
+        ) from error

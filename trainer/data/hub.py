@@ -12,13 +12,16 @@ from msattn.trainer.errors import UserError, first_line
 
 PARQUET_BRANCH = "refs/convert/parquet"  # where the Hub keeps a copy of many datasets
 PARQUET = (
-    f"data.revision={PARQUET_BRANCH} reads the Hub's parquet copy of data.path=OWNER/NAME, if there is one, and data=text "
+    f"data.revision={PARQUET_BRANCH} reads the Hub's parquet copy of data.path=OWNER/NAME, if "
+    f"there is one, and data=text "
     "reads local parquet files"
 )
 
 
 def hub_rows(cfg: DataConfig, split: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a split of the dataset ``cfg.path``, in order; refuses datasets that need a script."""
+    """Yields the rows of a split of the dataset ``cfg.path``, in order; refuses datasets that need
+    a script.
+    """
     builder = _builder(cfg)
     with _refused(cfg):
         rows = iter(builder.as_streaming_dataset(split=split))
@@ -31,12 +34,17 @@ def hub_rows(cfg: DataConfig, split: str) -> Iterator[dict[str, Any]]:
 
 
 def hub_identity(cfg: DataConfig) -> Any:
-    """Returns the files of the dataset ``cfg.path`` and their commit, or None if they are unknown before reading."""
+    """Returns the files of the dataset ``cfg.path`` and their commit, or None if they are unknown
+    before reading.
+    """
     builder = _builder(cfg)
     files = builder.config.data_files
     if not files:
         return None
-    return {str(split): [[str(file) for file in found], found.origin_metadata] for split, found in files.items()}
+    return {
+        str(split): [[str(file) for file in found], found.origin_metadata]
+        for split, found in files.items()
+    }
 
 
 def _builder(cfg: DataConfig) -> Any:
@@ -54,7 +62,8 @@ def _refused(cfg: DataConfig, where: str = "") -> AbstractContextManager[None]:
 
 @contextmanager
 def load_failures(where: str, parquet: str) -> Iterator[None]:
-    """Turns what ``datasets`` and the code that calls it raise into a UserError; their errors have no common class.
+    """Turns what ``datasets`` and the code that calls it raise into a UserError; their errors have
+    no common class.
 
     ``parquet`` tells how to read the dataset without its script.
     """
@@ -64,5 +73,9 @@ def load_failures(where: str, parquet: str) -> Iterator[None]:
         raise
     except Exception as error:
         script = re.search(r"trust_remote_code|(?i:loading script|dataset scripts?)\b", str(error))
-        reason = f"this dataset is a script, which is never run; {parquet}" if script else first_line(error)
+        reason = (
+            f"this dataset is a script, which is never run; {parquet}"
+            if script
+            else first_line(error)
+        )
         raise UserError(f"{where}: {reason}") from error

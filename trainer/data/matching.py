@@ -3,11 +3,14 @@
 import re
 import unicodedata
 
-# Numbers with their sign and decimals: a match must not begin or end inside one. A sign after a word is a hyphen. Several
-# points (12.05.2024) separate numbers, and so do commas, of which a normalized text has none between thousands.
+# Numbers with their sign and decimals: a match must not begin or end inside one. A sign after a
+# word is a hyphen. Several points (12.05.2024) separate numbers, and so do commas, of which a
+# normalized text has none between thousands.
 NUMBER = re.compile(r"(?:(?<![\w.])-?\.?)?(?:(?<!\d\.)\d+\.\d+(?!\.?\d)|\d+)")
 THOUSANDS = re.compile(r"(?<![\w.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
-NO_BLANKS = (  # how the names of characters begin whose scripts have no blanks between words, or join words and particles
+# how the names of characters begin whose scripts have no blanks between words, or join words and
+# particles
+NO_BLANKS = (
     *("BOPOMOFO", "CJK", "HANGUL", "HIRAGANA", "IDEOGRAPHIC", "KATAKANA"),
     *("KHMER", "LAO", "MYANMAR", "THAI", "TIBETAN"),
 )
@@ -18,13 +21,16 @@ TYPOGRAPHIC = str.maketrans("‘’‚‛ʼ“”„‟‐‒–−", "'''''\"\"
 def contains_answer(text: str, answer: str) -> bool:
     """Returns True if ``text`` contains ``answer`` as whole words and numbers.
 
-    Equal are: upper and lower case, any white space, composed and decomposed letters, full-width and ordinary characters,
-    typographic and plain quotes and hyphens, numbers with and without commas between thousands. Invisible characters do not
-    count. An empty ``answer`` is in no text.
+    Equal are: upper and lower case, any white space, composed and decomposed letters, full-width
+    and ordinary characters, typographic and plain quotes and hyphens, numbers with and without
+    commas between thousands. Invisible characters do not count. An empty ``answer`` is in no text.
     """
     text, answer = normalized(text), normalized(answer)
     numbers = [found.span() for found in NUMBER.finditer(text)]
-    spans = ((found.start(), found.start() + len(answer)) for found in re.finditer(f"(?={re.escape(answer)})", text))
+    spans = (
+        (found.start(), found.start() + len(answer))
+        for found in re.finditer(f"(?={re.escape(answer)})", text)
+    )
     return bool(answer) and any(
         _ends_word(text[start - 1 : start], answer[0])
         and _ends_word(text[end : end + 1], answer[-1])
@@ -47,6 +53,12 @@ def _plain(char: str) -> str:
 
 
 def _ends_word(beside: str, edge: str) -> bool:
-    """Returns True if no word goes on from the character ``edge`` of an answer to the one ``beside`` it, if there is any."""
-    of_words = beside != "" and (beside == "_" or beside.isalnum() or unicodedata.category(beside).startswith("M"))
-    return not of_words or any(unicodedata.name(char, "").startswith(NO_BLANKS) for char in (beside, edge))
+    """Returns True if no word goes on from the character ``edge`` of an answer to the one
+    ``beside`` it, if there is any.
+    """
+    of_words = beside != "" and (
+        beside == "_" or beside.isalnum() or unicodedata.category(beside).startswith("M")
+    )
+    return not of_words or any(
+        unicodedata.name(char, "").startswith(NO_BLANKS) for char in (beside, edge)
+    )

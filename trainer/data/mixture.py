@@ -1,4 +1,6 @@
-"""A dataset that mixes synthetic retrieval tasks, which natural text seldom contains, into chunks of text."""
+"""A dataset that mixes synthetic retrieval tasks, which natural text seldom contains, into chunks
+of text.
+"""
 
 from typing import Any
 
@@ -8,25 +10,38 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from msattn.trainer.data.chunking import Chunks
-from msattn.trainer.data.tasks.sequences import MOST_WORDS, NAMES, TaskSequences, TokenIds, crop_from
+from msattn.trainer.data.tasks.sequences import (
+    MOST_WORDS,
+    NAMES,
+    TaskSequences,
+    TokenIds,
+    crop_from,
+)
 from msattn.trainer.errors import UserError
 
 
 class RetrievalMixture(Dataset[dict[str, Tensor]]):
-    """Chunks of text; a ``share`` of the items are tasks of :mod:`msattn.trainer.data.tasks` instead.
+    """Chunks of text; a ``share`` of the items are tasks of :mod:`msattn.trainer.data.tasks`
+    instead.
 
-    Item ``i`` depends only on (seed, i). Its tensors are ``input_ids`` int64 ``[seq_len]`` and loss ``weights`` fp32
-    ``[seq_len]``: 1 in text, more in answers, 0 for tokens that cannot be predicted.
+    Item ``i`` depends only on (seed, i). Its tensors are ``input_ids`` int64 ``[seq_len]`` and loss
+    ``weights`` fp32 ``[seq_len]``: 1 in text, more in answers, 0 for tokens that cannot be
+    predicted.
     """
 
-    def __init__(self, chunks: Chunks, tokenizer: Any, *, share: float, length: int, seed: int) -> None:
+    def __init__(
+        self, chunks: Chunks, tokenizer: Any, *, share: float, length: int, seed: int
+    ) -> None:
         self.chunks = chunks
         self.tasks = TaskSequences(tokenizer, self._crop)
         self.share = share
         self.length = length
         self.seed = seed
         if len(self.tasks.words) < MOST_WORDS:
-            raise UserError(f"tasks={share}: needs a tokenizer whose tokens are words with the space before them")
+            raise UserError(
+                f"tasks={share}: needs a tokenizer whose tokens are words with the space before "
+                f"them"
+            )
 
     def __len__(self) -> int:
         return self.length

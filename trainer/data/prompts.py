@@ -8,7 +8,10 @@ from msattn.trainer.config.values import shown
 from msattn.trainer.data.matching import contains_answer, normalized
 from msattn.trainer.errors import UserError
 
-FORMAT = 'each line is {"prompt": ..., "answer": ...}, or {"messages": [{"role": ..., "content": ...}], "answer": ...}'
+FORMAT = (
+    'each line is {"prompt": ..., "answer": ...}, or {"messages": [{"role": ..., "content": '
+    '...}], "answer": ...}'
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,11 @@ def read_prompts(path: str | None) -> list[Prompt]:
     if path is None:
         raise UserError(f"{key}: a jsonl file; {FORMAT}")
     lines = read_text(path, key).split("\n")  # strings may contain other line ends
-    prompts = [_parse(line, f"{key}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    prompts = [
+        _parse(line, f"{key}, line {number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip()
+    ]
     if not prompts:
         raise UserError(f"{key}: the file is empty; {FORMAT}")
     return prompts
@@ -60,4 +67,8 @@ def _are_messages(value: Any) -> bool:
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() == {"role", "content"} and all(map(_is_text, value.values()))
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"role", "content"}
+        and all(map(_is_text, value.values()))
+    )

@@ -34,7 +34,8 @@ from msattn.trainer.errors import UserError, first_line
 
 T = TypeVar("T")
 PARQUET_ROWS = 64  # decoded at once: a small file may hold very many equal texts
-HELD_OUT_FRACTION = 10  # one in ten documents is held out, or the last tenth of the characters of each
+# one in ten documents is held out, or the last tenth of the characters of each
+HELD_OUT_FRACTION = 10
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,19 @@ class Document:
 def documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
     """Yields the training or held-out documents of ``cfg``, in a fixed order.
 
-    Held-out documents come from ``cfg.heldout_path`` or ``cfg.heldout_split`` if one is set. Otherwise a hash of the names
-    selects a tenth of the documents; if this would leave one split empty (as with a single document), the last tenth of each
-    text is held out instead. ``cfg.needles`` injects needles into both splits (:mod:`msattn.trainer.data.tasks.injection`).
-    Raises UserError for a path without text, a file that is damaged, of another type or not UTF-8, or a failing dataset.
+    Held-out documents come from ``cfg.heldout_path`` or ``cfg.heldout_split`` if one is set.
+    Otherwise a hash of the names selects a tenth of the documents; if this would leave one split
+    empty (as with a single document), the last tenth of each text is held out instead.
+    ``cfg.needles`` injects needles into both splits (:mod:`msattn.trainer.data.tasks.injection`).
+    Raises UserError for a path without text, a file that is damaged, of another type or not UTF-8,
+    or a failing dataset.
     """
     for document in plain_documents(cfg, heldout=heldout):
-        yield Document(document.name, inject_needles(document.text, document.name)) if cfg.needles else document
+        yield (
+            Document(document.name, inject_needles(document.text, document.name))
+            if cfg.needles
+            else document
+        )
 
 
 def plain_documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
@@ -66,16 +73,23 @@ def plain_documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
     else:
         split = cfg.heldout_split if heldout and cfg.heldout_split is not None else cfg.split
         found = _hub_documents(cfg, split)
-    yield from _split(found, heldout=heldout) if cfg.heldout_path is None and cfg.heldout_split is None else found
+    yield from (
+        _split(found, heldout=heldout)
+        if cfg.heldout_path is None and cfg.heldout_split is None
+        else found
+    )
 
 
 def source_identity(cfg: DataConfig, *, heldout: bool) -> Any | None:
     """Returns JSON values that change when the documents do, or None if they are unknown.
 
-    A file counts as changed if its path, size, mtime or ctime differs; a Hub dataset, if its commit differs.
+    A file counts as changed if its path, size, mtime or ctime differs; a Hub dataset, if its commit
+    differs.
     """
     ignored = ("seq_len", "num_chunks", "bos", "cache")
-    settings = {item.name: getattr(cfg, item.name) for item in fields(cfg) if item.name not in ignored}
+    settings = {
+        item.name: getattr(cfg, item.name) for item in fields(cfg) if item.name not in ignored
+    }
     if cfg.source == "hub":
         found = hub_identity(cfg)
     elif cfg.is_library:
@@ -111,7 +125,9 @@ def _split(found: Iterator[Document], *, heldout: bool) -> Iterator[Document]:
             end = Document(f"{document.name}, end", document.text[cut:])
             yield end if heldout else Document(document.name, document.text[:cut])
         return
-    yield from (document for document in chain(first, found) if is_held_out(document.name) == heldout)
+    yield from (
+        document for document in chain(first, found) if is_held_out(document.name) == heldout
+    )
 
 
 def is_held_out(name: str) -> bool:
@@ -120,7 +136,9 @@ def is_held_out(name: str) -> bool:
 
 
 def _stdlib_documents(pattern: str | None) -> Iterator[Document]:
-    """Yields the modules of Python's standard library whose names match ``pattern``, except tests and packages."""
+    """Yields the modules of Python's standard library whose names match ``pattern``, except tests
+    and packages.
+    """
     for name, path in _stdlib_files(pattern).items():
         # Errors are replaced: a module may declare another encoding than UTF-8.
         yield Document(name, path.read_text(encoding="utf-8", errors="replace"))
@@ -139,17 +157,23 @@ def _stdlib_files(pattern: str | None) -> dict[str, Path]:
         if excluded.isdisjoint(parts) and fnmatchcase(name, pattern or "*"):
             found[name] = path
     if not found:
-        raise UserError(f"data.path={pattern}: no module of Python's standard library has a matching name")
+        raise UserError(
+            f"data.path={pattern}: no module of Python's standard library has a matching name"
+        )
     return found
 
 
 def local_documents(key: str, path: str, column: str = "text") -> Iterator[Document]:
-    """Yields the non-empty documents of a file, folder or glob; ``key`` names ``path`` in messages."""
+    """Yields the non-empty documents of a file, folder or glob; ``key`` names ``path`` in
+    messages.
+    """
     root = Path(os.path.expanduser(path))
     most, left = largest_text(), largest_corpus()
     for file in text_files(key, path):
         where = f"{key}={shown(file)}"
-        name = os.fsencode(file.relative_to(root) if root.is_dir() else file.name).decode("utf-8", "backslashreplace")
+        name = os.fsencode(file.relative_to(root) if root.is_dir() else file.name).decode(
+            "utf-8", "backslashreplace"
+        )
         for document in _read_file(file, name, column, where, left):
             check_size(len(document.text), min(most, left), f"{where}, {document.name}")
             left -= len(document.text)
@@ -161,7 +185,9 @@ def _read_file(file: Path, name: str, column: str, where: str, most: int) -> Ite
     """Yields the documents of a file of at most ``most`` bytes after decompression."""
     kind = file_type(file)
     if kind is None:
-        raise UserError(f"{where}: expected {', '.join(SUFFIXES)}, also compressed as {', '.join(COMPRESSED)}")
+        raise UserError(
+            f"{where}: expected {', '.join(SUFFIXES)}, also compressed as {', '.join(COMPRESSED)}"
+        )
     content = decompressed(file, where, most)
     if kind in (".txt", ".md"):
         yield Document(name, decode(content, where))
@@ -182,7 +208,9 @@ def decompressed(file: Path, where: str, most: int) -> bytearray:
     with refused(where), open_bytes(file, where, most) as raw:
         if suffix == ".xz":
             return _decompress_xz(raw, where, most)
-        return read_stream(pyarrow.input_stream(raw, compression=codec) if codec else raw, where, most)
+        return read_stream(
+            pyarrow.input_stream(raw, compression=codec) if codec else raw, where, most
+        )
 
 
 def _decompress_xz(raw: BinaryIO, where: str, most: int) -> bytearray:
@@ -195,7 +223,8 @@ def _decompress_xz(raw: BinaryIO, where: str, most: int) -> bytearray:
 
 def json_lines(content: bytearray, where: str) -> Iterator[tuple[str, Any]]:
     """Yields ``(where and line number, value)`` of each line of jsonl."""
-    # splitlines() would also split at characters that JSON strings may contain unescaped, such as U+2028.
+    # splitlines() would also split at characters that JSON strings may contain unescaped, such as
+    # U+2028.
     for number, line in enumerate(decode(content, where).split("\n"), start=1):
         if line.strip():
             place = f"{where}, line {number}"
@@ -211,13 +240,21 @@ def _parquet_rows(content: bytearray, column: str, where: str) -> Iterator[str]:
         schema = pyarrow.parquet.read_schema(pyarrow.BufferReader(content))
         if schema.names.count(column) != 1:
             found = "several columns of this name" if column in schema.names else "no such column"
-            raise UserError(f"data.column={column}: {where} has {found} (it has: {', '.join(schema.names)})")
+            raise UserError(
+                f"data.column={column}: {where} has {found} (it has: {', '.join(schema.names)})"
+            )
         stored = schema.field(column).type
         kind = stored.value_type if types.is_dictionary(stored) else stored
         if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-            raise UserError(f"data.column={column}: {where} has {kind} in this column, expected text")
+            raise UserError(
+                f"data.column={column}: {where} has {kind} in this column, expected text"
+            )
         table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content))
-        rows = (text for batch in table.iter_batches(PARQUET_ROWS, columns=[column]) for text in batch.column(0))
+        rows = (
+            text
+            for batch in table.iter_batches(PARQUET_ROWS, columns=[column])
+            for text in batch.column(0)
+        )
         for number, text in enumerate(rows):
             yield _text_of({column: text.as_py()}, column, f"{where}, row {number}")
     except UnicodeDecodeError as error:
@@ -228,17 +265,28 @@ def _parquet_rows(content: bytearray, column: str, where: str) -> Iterator[str]:
 
 def _text_of(row: Any, column: str, where: str) -> str:
     if not isinstance(row, dict) or column not in row:
-        names = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}, not an object"
+        names = (
+            ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}, not an object"
+        )
         raise UserError(f"data.column={column}: {where} has no such column (it has: {names})")
     if not isinstance(row[column], str):
-        raise UserError(f"data.column={column}: {where} has {row[column]!r:.40} in this column, expected text")
+        raise UserError(
+            f"data.column={column}: {where} has {row[column]!r:.40} in this column, expected text"
+        )
     if not is_unicode(row[column]):
-        raise UserError(f"data.column={column}: {where} has half of a surrogate pair in this column, expected Unicode text")
+        raise UserError(
+            f"data.column={column}: {where} has half of a surrogate pair in this column, expected "
+            f"Unicode text"
+        )
     return row[column]
 
 
-def batched(items: Iterable[T], size_of: Callable[[T], int], *, most: int, size: int) -> Iterator[list[T]]:
-    """Yields lists of ``items``, each complete from ``most`` items, or from a sum of sizes above ``size``, on."""
+def batched(
+    items: Iterable[T], size_of: Callable[[T], int], *, most: int, size: int
+) -> Iterator[list[T]]:
+    """Yields lists of ``items``, each complete from ``most`` items, or from a sum of sizes above
+    ``size``, on.
+    """
     batch: list[T] = []
     total = 0
     for item in items:
@@ -255,4 +303,6 @@ def _hub_documents(cfg: DataConfig, split: str) -> Iterator[Document]:
     """Yields the documents of a split of a streamed Hub dataset, in order, named by row number."""
     name = str(cfg.path) if split == cfg.split else f"{cfg.path}:{split}"
     for number, row in enumerate(hub_rows(cfg, split)):
-        yield Document(f"{name}:{number}", _text_of(row, cfg.column, f"data.path={cfg.path}, row {number}"))
+        yield Document(
+            f"{name}:{number}", _text_of(row, cfg.column, f"data.path={cfg.path}, row {number}")
+        )

@@ -1,4 +1,6 @@
-"""Measurements on training text that compared methods need: thresholds, spans, numbers of probes for a share of the keys."""
+"""Measurements on training text that compared methods need: thresholds, spans, numbers of probes
+for a share of the keys.
+"""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -37,40 +39,50 @@ from msattn.trainer.models.loading import Described, Loaded
 from msattn.trainer.models.tap import LayerInputs, visit_layers
 from msattn.trainer.storage.hashes import file_hash
 
-SHARE_CHUNKS, SHARE_QUERIES = 2, 32  # queries in the last eighth of a chunk: tokens are decoded at the end of a context
-# Relative difference from a share up to which a number of probes stands for it. At a quarter, "about 5 %" is 3.75 to 6.25 %.
-# Shares that are a factor of 2 apart have ranges that do not meet: no number of probes stands for both, rows keep their order.
+# queries in the last eighth of a chunk: tokens are decoded at the end of a context
+SHARE_CHUNKS, SHARE_QUERIES = 2, 32
+# Relative difference from a share up to which a number of probes stands for it. At a quarter,
+# "about 5 %" is 3.75 to 6.25 %. Shares that are a factor of 2 apart have ranges that do not meet:
+# no number of probes stands for both, rows keep their order.
 FARTHEST = 0.25
 
 
 def calibrate_selections(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> Compared:
-    """Returns ``methods`` with the spans of the A shape and, if ``select`` is calibrated, with missing thresholds.
+    """Returns ``methods`` with the spans of the A shape and, if ``select`` is calibrated, with
+    missing thresholds.
 
-    Thresholds are missing for baselines, and for a gate whose artifact has none or has thresholds for other always-read blocks.
-    All are measured in one pass, as in gate training, and kept in ``data.cache``.
+    Thresholds are missing for baselines, and for a gate whose artifact has none or has thresholds
+    for other always-read blocks. All are measured in one pass, as in gate training, and kept in
+    ``data.cache``.
     """
     needy = [each for each in methods.block_selections if each.scorer is None and _lacks(each)]
     if not needy or not reads(cfg, "blocks"):
         return methods
     kept = _Kept(cfg, loaded, calibration_chunks(cfg, loaded, CALIBRATION_CHUNKS))
     scorers = {str(each.method): kept.scorer(each) for each in needy}
-    calibrated = {str(each.method): _identity(each) for each in needy if each.select.policy == "calibrated"}
+    calibrated = {
+        str(each.method): _identity(each) for each in needy if each.select.policy == "calibrated"
+    }
     always = always_read(needy[0].select)._replace(dense_queries=0)
     tables = kept.tables(scorers, calibrated, always)
     notes = [
-        f"{each.method}: its artifact has no thresholds for this selection, so they were measured now."
+        f"{each.method}: its artifact has no thresholds for this selection, so they were measured "
+        f"now."
         for each in needy
         if each.gate is not None
     ]
     found = [
-        replace(each, scorer=scorers[name], thresholds=tables.get(name)) if (name := str(each.method)) in scorers else each
+        replace(each, scorer=scorers[name], thresholds=tables.get(name))
+        if (name := str(each.method)) in scorers
+        else each
         for each in methods.block_selections
     ]
     return replace(methods, block_selections=found, notes=[*methods.notes, *notes])
 
 
 def calibrate_routers(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> None:
-    """Calibrates routers that are measured at shares of the keys, if their artifacts hold no thresholds, as in their training.
+    """Calibrates routers that are measured at shares of the keys, if their artifacts hold no
+    thresholds, as in their training.
 
     Raises UserError if the thresholds of an artifact do not cover a share.
     """
@@ -82,7 +94,8 @@ def calibrate_routers(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> 
             items = calibration_chunks(cfg, loaded, KEY_CALIBRATION_CHUNKS)
             each.router.thresholds = calibrate_keys(each.router, loaded.model, items, **window)
             methods.notes.append(
-                f"{each.method}: its artifact has no thresholds for shares of the keys, so they were measured now."
+                f"{each.method}: its artifact has no thresholds for shares of the keys, so they "
+                f"were measured now."
             )
         for share in cfg.all_keys:
             each.router.thresholds.density(share)
@@ -91,13 +104,21 @@ def calibrate_routers(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> 
 def is_needed(methods: Compared, cfg: EvalRunConfig) -> bool:
     """Returns True if a measurement of this module reads training text."""
     routings = methods.bucket_routings
-    unknown = any(each.router.predicts_attention and each.router.thresholds is None for each in routings)
-    blocks = reads(cfg, "blocks") and any(each.scorer is None and _lacks(each) for each in methods.block_selections)
+    unknown = any(
+        each.router.predicts_attention and each.router.thresholds is None for each in routings
+    )
+    blocks = reads(cfg, "blocks") and any(
+        each.scorer is None and _lacks(each) for each in methods.block_selections
+    )
     return blocks or bool(cfg.all_keys and unknown) or bool(cfg.eval.key_shares and routings)
 
 
-def calibration_chunks(cfg: EvalRunConfig, model: Described | Loaded, number: int) -> list[dict[str, Any]]:
-    """Returns the first training chunks of ``data``, which hold no held-out text, with needles as in the training of gates."""
+def calibration_chunks(
+    cfg: EvalRunConfig, model: Described | Loaded, number: int
+) -> list[dict[str, Any]]:
+    """Returns the first training chunks of ``data``, which hold no held-out text, with needles as
+    in the training of gates.
+    """
     check_length(model.config, cfg.data.seq_len)
     check_heldout(cfg.data)
     text = replace(cfg.data, needles=cfg.model.presets.needles)
@@ -114,7 +135,9 @@ def unreachable_notes(methods: Compared, cfg: EvalRunConfig) -> list[str]:
     always = always_read(first.select, SINK_AND_LOCAL if first.gate is None else first.gate.always)
     if first.select.policy == "calibrated":
         always = always._replace(short_rows=SHORT_ROWS)
-    limited = [task for task in cfg.eval.tasks if "blocks" in record(task).reads and record(task).text]
+    limited = [
+        task for task in cfg.eval.tasks if "blocks" in record(task).reads and record(task).text
+    ]
     asked: dict[int, set[float]] = {}
     for section in (getattr(cfg.eval, task) for task in limited):
         for length in lengths_of(section):
@@ -126,15 +149,19 @@ def unreachable_notes(methods: Compared, cfg: EvalRunConfig) -> list[str]:
         if beyond := sorted(each for each in sparsities if each > most):
             whole = f", rows of up to {short} blocks all of them" if short else ""
             notes.append(
-                f"{length} tokens: every row reads its own block, the first {always.sink_blocks} and the {always.local_blocks} "
-                f"before its own{whole}, so at most {100 * most:.1f} % of the blocks are left out, also at sparsity "
+                f"{length} tokens: every row reads its own block, the first {always.sink_blocks} "
+                f"and the {always.local_blocks} "
+                f"before its own{whole}, so at most {100 * most:.1f} % of the blocks are left "
+                f"out, also at sparsity "
                 f"{', '.join(f'{each:g}' for each in beyond)}."
             )
     return notes
 
 
 def _lacks(method: ComparedSelection) -> bool:
-    """Returns True for a method that needs spans or thresholds which neither it nor its gate has."""
+    """Returns True for a method that needs spans or thresholds which neither it nor its gate
+    has.
+    """
     if method.gate is None:
         return method.method == AShape.method or method.select.policy == "calibrated"
     always = always_read(method.select, method.gate.always)._replace(dense_queries=0)
@@ -150,17 +177,30 @@ def _identity(method: ComparedSelection) -> str:
 
 
 class _Kept:
-    """Measurements on calibration chunks ``{"input_ids": int64 [N]}``, read from ``data.cache`` or made and kept there."""
+    """Measurements on calibration chunks ``{"input_ids": int64 [N]}``, read from ``data.cache`` or
+    made and kept there.
+    """
 
     def __init__(self, cfg: EvalRunConfig, loaded: Loaded, items: list[dict[str, Any]]) -> None:
         self.folder, self.model, self.items = cfg.data.cache, loaded.model, items
-        text = hashlib.sha256(b"".join(each["input_ids"].numpy().tobytes() for each in items)).hexdigest()
-        code = [file_hash(path) for path in sorted(Path(methods_package.__file__).parent.rglob("*.py"))]
+        text = hashlib.sha256(
+            b"".join(each["input_ids"].numpy().tobytes() for each in items)
+        ).hexdigest()
+        code = [
+            file_hash(path) for path in sorted(Path(methods_package.__file__).parent.rglob("*.py"))
+        ]
         device = loaded.model.device.type, str(loaded.model.dtype)
-        self._depends_on = {"text": text, "model": artifacts.identity(loaded.fingerprint), "code": code, "device": device}
+        self._depends_on = {
+            "text": text,
+            "model": artifacts.identity(loaded.fingerprint),
+            "code": code,
+            "device": device,
+        }
 
     def array(self, what: str, identity: Any, make: Callable[[], np.ndarray]) -> np.ndarray:
-        """Returns the array of ``make``, or the one that was kept for the same ``identity``, model and text."""
+        """Returns the array of ``make``, or the one that was kept for the same ``identity``, model
+        and text.
+        """
         known = self._depends_on | {"what": what, "identity": identity}
         return cached(self.folder, what, lambda: known, make, quiet=True, however_short=True)
 
@@ -170,25 +210,35 @@ class _Kept:
             return Selection.from_config(method.select.with_policy("topk"), method.gate).scorer
         sizes = method.select.sizes
         profile = self.array(
-            "spans of heads", sizes, lambda: measure_spans(self.model, self.items, sizes).profile.float().cpu().numpy()
+            "spans of heads",
+            sizes,
+            lambda: measure_spans(self.model, self.items, sizes).profile.float().cpu().numpy(),
         )
         return AShape(*sizes, torch.from_numpy(profile).to(self.model.device))
 
     def tables(
         self, scorers: Mapping[str, Scorer], identities: Mapping[str, str], always: AlwaysRead
     ) -> dict[str, BlockThresholds]:
-        """Returns the results of ``calibrate_blocks`` by name, of one pass for all if those of one of them are not kept."""
+        """Returns the results of ``calibrate_blocks`` by name, of one pass for all if those of one
+        of them are not kept.
+        """
 
         @cache
         def measured() -> dict[str, BlockThresholds]:
-            return calibrate_blocks({name: scorers[name] for name in identities}, self.model, self.items, always=always)
+            return calibrate_blocks(
+                {name: scorers[name] for name in identities}, self.model, self.items, always=always
+            )
 
         def fits(name: str) -> np.ndarray:  # [layers, sparsities, 3]
-            return np.array([[each or [np.nan] * 3 for each in layer] for layer in measured()[name].layers])
+            return np.array(
+                [[each or [np.nan] * 3 for each in layer] for layer in measured()[name].layers]
+            )
 
         def table(name: str) -> BlockThresholds:
             array = self.array("thresholds", [identities[name], *always], lambda: fits(name))
-            layers = [[None if np.isnan(fit[0]) else fit for fit in layer] for layer in array.tolist()]
+            layers = [
+                [None if np.isnan(fit[0]) else fit for fit in layer] for layer in array.tolist()
+            ]
             return BlockThresholds(allocation_of(scorers[name]).floor, list(SPARSITIES), layers)
 
         return {name: table(name) for name in identities}
@@ -197,21 +247,33 @@ class _Kept:
 def match_key_shares(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> Compared:
     """Returns ``methods`` with routings measured at ``cfg.eval.key_shares``, if there are any.
 
-    For each share, a routing gets the number of probes whose mean share of the visible keys, over queries, heads and layers of
-    training chunks, is nearest. The notes give these numbers, and the shares that a routing cannot read because its buckets or
-    the dense window are larger.
+    For each share, a routing gets the number of probes whose mean share of the visible keys, over
+    queries, heads and layers of training chunks, is nearest. The notes give these numbers, and the
+    shares that a routing cannot read because its buckets or the dense window are larger.
     """
     shares, routings = cfg.eval.key_shares, methods.bucket_routings
     if not shares or not routings:
         return methods
-    curves = [curve.tolist() for curve in measure_curves(loaded, routings, calibration_chunks(cfg, loaded, SHARE_CHUNKS))]
+    curves = [
+        curve.tolist()
+        for curve in measure_curves(loaded, routings, calibration_chunks(cfg, loaded, SHARE_CHUNKS))
+    ]
     matched, notes = [], list(methods.notes)
     for routing, curve in zip(routings, curves, strict=True):
         counts = range(min(1, len(curve) - 1), len(curve))  # without a probe no routing is measured
-        nearest = {share: min(counts, key=lambda p, share=share: abs(curve[p] - share)) for share in shares}
-        probes = {share: count for share, count in nearest.items() if abs(curve[count] - share) <= FARTHEST * share}
+        nearest = {
+            share: min(counts, key=lambda p, share=share: abs(curve[p] - share)) for share in shares
+        }
+        probes = {
+            share: count
+            for share, count in nearest.items()
+            if abs(curve[count] - share) <= FARTHEST * share
+        }
         matched.append(replace(routing, by_share=probes))
-        found = [f"{count} for {share:.3g} (reads {curve[count]:.3g})" for share, count in nearest.items()]
+        found = [
+            f"{count} for {share:.3g} (reads {curve[count]:.3g})"
+            for share, count in nearest.items()
+        ]
         left_out = ", ".join(f"{share:.3g}" for share in shares if share not in probes)
         notes.append(
             f"{routing.method}: probes by share of the keys, on training text: {', '.join(found)}"
@@ -220,8 +282,11 @@ def match_key_shares(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> C
     return replace(methods, bucket_routings=matched, notes=notes)
 
 
-def measure_curves(loaded: Loaded, routings: list[ComparedRouting], chunks: list[dict[str, Tensor]]) -> list[Tensor]:
-    """Returns, for each routing, the share of the visible keys that 0, 1, ... and all probes read: fp64 ``[C + 1]``.
+def measure_curves(
+    loaded: Loaded, routings: list[ComparedRouting], chunks: list[dict[str, Tensor]]
+) -> list[Tensor]:
+    """Returns, for each routing, the share of the visible keys that 0, 1, ... and all probes read:
+    fp64 ``[C + 1]``.
 
     Layers that are dense or not routed do not count, as in the reported shares.
     """
@@ -238,8 +303,14 @@ def measure_curves(loaded: Loaded, routings: list[ComparedRouting], chunks: list
 
 
 def share_curve(x: LayerInputs, routing: ComparedRouting) -> Tensor:
-    """Returns the share of the visible keys that 0, 1, ... and all probes read in a layer: fp64 ``[C + 1]``."""
-    positions = torch.linspace(x.num_keys * 7 // 8, x.num_keys - 1, SHARE_QUERIES, device=x.q.device).round().long()
+    """Returns the share of the visible keys that 0, 1, ... and all probes read in a layer: fp64
+    ``[C + 1]``.
+    """
+    positions = (
+        torch.linspace(x.num_keys * 7 // 8, x.num_keys - 1, SHARE_QUERIES, device=x.q.device)
+        .round()
+        .long()
+    )
     router = routing.router
     buckets, num_buckets = router.buckets_of_keys(x)
     scores = router.scores_at(x, positions, routing.recent)  # [n, Hkv, C]
@@ -250,7 +321,8 @@ def share_curve(x: LayerInputs, routing: ComparedRouting) -> Tensor:
     sizes.scatter_add_(2, members, far[:, None].expand_as(members).double())
     best = router.ranked(scores)
     read = sizes.gather(2, best.clamp(min=0).long()).masked_fill(best < 0, 0).cumsum(-1)
-    read = torch.cat([torch.zeros_like(read[..., :1]), read], -1)  # keys outside the window, by number of visited buckets
+    # keys outside the window, by number of visited buckets
+    read = torch.cat([torch.zeros_like(read[..., :1]), read], -1)
     probes = torch.arange(router.num_buckets + 1, device=x.q.device).expand(*scores.shape[:2], -1)
     probes = router.visited(num_far(scores), probes)
     window = (newest + 1 - far.sum(-1, keepdim=True))[:, None]

@@ -29,10 +29,12 @@ CHANGEABLE = ("outputs", "name", "overwrite", "resume", "compare", "tracker")
 
 
 class PartialRows:
-    """Measured rows on disk, by the key of their measurement, so that an interrupted evaluation can be resumed.
+    """Measured rows on disk, by the key of their measurement, so that an interrupted evaluation can
+    be resumed.
 
-    Without ``resume``, rows of an earlier evaluation are deleted. Settings, damage and errors are handled as in
-    :class:`~msattn.trainer.storage.parts.FinishedParts`. The caller holds the lock of the results folder.
+    Without ``resume``, rows of an earlier evaluation are deleted. Settings, damage and errors are
+    handled as in :class:`~msattn.trainer.storage.parts.FinishedParts`. The caller holds the lock of
+    the results folder.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
@@ -65,10 +67,11 @@ class PartialRows:
 
 
 class Measurement(NamedTuple):
-    """A part of a task, and the key under which its rows are kept (None: it is measured in every run).
+    """A part of a task, and the key under which its rows are kept (None: it is measured in every
+    run).
 
-    ``measure`` returns the rows; it gets a function to call after each of ``steps``, and the first row of the plan, that of
-    dense attention (None: this is its part).
+    ``measure`` returns the rows; it gets a function to call after each of ``steps``, and the first
+    row of the plan, that of dense attention (None: this is its part).
     """
 
     key: tuple[Any, ...] | None
@@ -78,23 +81,30 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """Model, configuration and methods of an evaluation; ``kept`` are the rows that were measured before an interruption."""
+    """Model, configuration and methods of an evaluation; ``kept`` are the rows that were measured
+    before an interruption.
+    """
 
     loaded: Loaded
     cfg: EvalRunConfig
     methods: Compared
     progress: Progress
     kept: PartialRows
-    prepared: Mapping[str, Any] = field(default_factory=dict)  # results of the tasks' ``prepare``, by task
+    # results of the tasks' ``prepare``, by task
+    prepared: Mapping[str, Any] = field(default_factory=dict)
 
     def bar(self, title: str, total: int | None) -> Callable[[], None]:
         """Returns a function that advances a new bar by one step."""
         return partial(self.progress.advance, self.progress.add_task(title, total=total))
 
     def rows(self, title: str, plan: Sequence[Measurement]) -> list[EvalRow]:
-        """Returns the rows of each measurement of ``plan``, in order; rows on disk are not measured again."""
+        """Returns the rows of each measurement of ``plan``, in order; rows on disk are not measured
+        again.
+        """
         found = [None if each.key is None else self.kept.get(*each.key) for each in plan]
-        advance = self.bar(title, sum(each.steps for each, rows in zip(plan, found, strict=True) if rows is None))
+        advance = self.bar(
+            title, sum(each.steps for each, rows in zip(plan, found, strict=True) if rows is None)
+        )
         done: list[EvalRow] = []
         for each, rows in zip(plan, found, strict=True):
             if rows is None:
@@ -106,12 +116,18 @@ class Job:
 
 
 def settings_of(cfg: EvalRunConfig, loaded: Loaded, found: Compared) -> dict[str, Any]:
-    """Returns the settings that the rows of an evaluation depend on, with the names of the command line."""
+    """Returns the settings that the rows of an evaluation depend on, with the names of the command
+    line.
+    """
     given = {key: value for key, value in asdict(cfg).items() if key not in CHANGEABLE}
     model = artifacts.identity(loaded.fingerprint) | given["model"]
     hashes = {label: manifest["content_hash"] for label, manifest in found.manifests.items()}
     device = {"device": loaded.model.device.type, "dtype": str(loaded.model.dtype)}
-    return given | device | {"version": __version__, "texts": texts_hash(cfg), "model": model, "hash": hashes}
+    return (
+        given
+        | device
+        | {"version": __version__, "texts": texts_hash(cfg), "model": model, "hash": hashes}
+    )
 
 
 def _name(key: tuple[Any, ...]) -> str:
@@ -132,20 +148,24 @@ def haystack(cfg: DataConfig, path: str | None) -> Iterator[data.Document]:
 def check_texts(cfg: EvalRunConfig) -> None:
     """Raises UserError if text that the tasks evaluate on is also training text of ``cfg.data``.
 
-    ``data.heldout_split`` is compared only if training text is also read, as in calibration, because a dataset of held-out
-    text alone has no training split.
+    ``data.heldout_split`` is compared only if training text is also read, as in calibration,
+    because a dataset of held-out text alone has no training split.
     """
     haystacks = _haystacks(cfg)
     if cfg.data.heldout_path is not None and reads_data(cfg):
         check_heldout(cfg.data)
     if cfg.data.source is not None:  # otherwise the training text of the artifacts is unknown
-        for path, task in {path: task for task, path in haystacks.items() if path is not None}.items():
+        for path, task in {
+            path: task for task, path in haystacks.items() if path is not None
+        }.items():
             check_apart(cfg.data, _source(path), f"eval.{task}.haystack={path}")
 
 
 def reads_data(cfg: EvalRunConfig) -> bool:
     """Returns True if a task reads the held-out documents of ``cfg.data``."""
-    return None in _haystacks(cfg).values() or any(record(task).text in ("heldout", cfg.model.init) for task in cfg.eval.tasks)
+    return None in _haystacks(cfg).values() or any(
+        record(task).text in ("heldout", cfg.model.init) for task in cfg.eval.tasks
+    )
 
 
 def texts_hash(cfg: EvalRunConfig) -> str:
@@ -154,15 +174,25 @@ def texts_hash(cfg: EvalRunConfig) -> str:
     own = [cfg.data] if reads_data(cfg) and cfg.data.source != "hub" else []
     texts = [*own, *(_source(path) for path in haystacks.values() if path is not None)]
     found = [source_identity(each, heldout=True) for each in texts]
-    named = [(task, key, getattr(getattr(cfg.eval, task), key)) for task in cfg.eval.tasks for key in record(task).files]
-    files = [file for task, key, path in named if path for file in text_files(f"eval.{task}.{key}", path)]
+    named = [
+        (task, key, getattr(getattr(cfg.eval, task), key))
+        for task in cfg.eval.tasks
+        for key in record(task).files
+    ]
+    files = [
+        file for task, key, path in named if path for file in text_files(f"eval.{task}.{key}", path)
+    ]
     found += [file_hash(file) for file in files]
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
 
 
 def _haystacks(cfg: EvalRunConfig) -> dict[str, str | None]:
     """Returns the haystack of each task that reads one; None for the held-out documents."""
-    return {task: getattr(cfg.eval, task).haystack for task in cfg.eval.tasks if record(task).text == "haystack"}
+    return {
+        task: getattr(cfg.eval, task).haystack
+        for task in cfg.eval.tasks
+        if record(task).text == "haystack"
+    }
 
 
 def _source(path: str) -> DataConfig:

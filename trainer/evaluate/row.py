@@ -7,18 +7,26 @@ from typing import Any
 from msattn.trainer.methods.base import Method
 
 # Routing with 0 probes: sink and recent keys alone.
-WINDOW = Method("window only", style={"color": "#A0695C", "marker": "*", "linestyle": "none", "markersize": 9})
-KEYS = {"keys": "{:g} % of keys", "about keys": "about {:.3g} % of keys", "far keys": "{:g} % of far keys"}  # in percent
+WINDOW = Method(
+    "window only", style={"color": "#A0695C", "marker": "*", "linestyle": "none", "markersize": 9}
+)
+# in percent
+KEYS = {
+    "keys": "{:g} % of keys",
+    "about keys": "about {:.3g} % of keys",
+    "far keys": "{:g} % of far keys",
+}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The share or number of blocks, keys or buckets that a method is to read; without ``unit`` that of dense attention.
+    """The share or number of blocks, keys or buckets that a method is to read; without ``unit``
+    that of dense attention.
 
     Attributes
     ----------
-    unit : ``sparsity``, ``probes``, ``keys``, ``about keys``, ``far keys`` or a policy; without ``value`` a text of its own.
-    value : number in this unit, shares from 0 to 1.
+    unit : ``sparsity``, ``probes``, ``keys``, ``about keys``, ``far keys`` or a policy; without
+    ``value`` a text of its own. value : number in this unit, shares from 0 to 1.
     situation : state of the cache, for ``latency``.
     """
 
@@ -53,30 +61,35 @@ class EvalRow:
     Attributes
     ----------
     task : name of the task, one of ``eval.tasks``.
-    method : dense attention (in variants by the kernel that ran, where several do), a gate, a baseline, or a router.
-    setting : requested setting.
+    method : dense attention (in variants by the kernel that ran, where several do), a gate, a
+    baseline, or a router. setting : requested setting.
     score, score_name : main metric of the task, and its name.
     interval : 95 % confidence interval of the score; None with one sample.
     ratio_to_dense : score divided by the score of dense attention on the same samples.
     sparsity : share of the causally visible blocks that was not read; None for routing.
     selectivity : share of the visible keys that was read.
     recall : share of the attention mass in what was read; None if not measured.
-    latency_s, peak_memory_mb : seconds and peak MiB of one sample (``decoding``: a token of each sequence); None if the task
+    latency_s, peak_memory_mb : seconds and peak MiB of one sample (``decoding``: a token of each
+    sequence); None if the task
         runs more than serving would.
     samples : number of samples that the score averages over.
-    extra : metrics of this task alone (plain numbers, strings, lists and dicts). Every task: ``length`` of the prompts, if it
-        has one, and ``device``, the type of device. Tasks with answers: ``examples``, each a ``prompt`` with ``expected``,
-        ``answer`` and ``correct``, of the same prompts in all rows of a task and length. ``needle`` and ``prompts``:
-        ``correct``, of each prompt. One row each: ``maps`` and ``decoded``, see :mod:`~msattn.trainer.evaluate.tasks.reads`.
-        ``perplexity``, ``documents``, ``ruler`` and ``leval``: ``ratio_interval``, of ``ratio_to_dense``, from differences on
-        the same samples. ``perplexity`` and ``documents``: ``losses``, of each sample in nats; ``kl_divergence`` from dense
-        predictions, in nats a token, and ``same_top``, the share of tokens whose most likely prediction is the same, both with
-        intervals. ``ruler``: the score of each task, under its name, and ``scores``, of each prompt by task. ``leval``: the
-        likelihood of each file, under its name, ``logs``, of each question by file, ``choices``, and ``answers`` and
-        ``scores`` of generated answers. ``harness``: ``benchmark``, the name of lm_eval's task, and ``length`` only if it
-        makes prompts of given lengths. ``latency``: ``situation``, that of the cache. ``decoding``: ``batch``, and what each
-        token is ``launched_by``. ``throughput``: ``batch``, the number of requests, and percentiles of the seconds to the
-        first token.
+    extra : metrics of this task alone (plain numbers, strings, lists and dicts). Every task:
+    ``length`` of the prompts, if it
+        has one, and ``device``, the type of device. Tasks with answers: ``examples``, each a
+        ``prompt`` with ``expected``, ``answer`` and ``correct``, of the same prompts in all rows of
+        a task and length. ``needle`` and ``prompts``: ``correct``, of each prompt. One row each:
+        ``maps`` and ``decoded``, see :mod:`~msattn.trainer.evaluate.tasks.reads`. ``perplexity``,
+        ``documents``, ``ruler`` and ``leval``: ``ratio_interval``, of ``ratio_to_dense``, from
+        differences on the same samples. ``perplexity`` and ``documents``: ``losses``, of each
+        sample in nats; ``kl_divergence`` from dense predictions, in nats a token, and ``same_top``,
+        the share of tokens whose most likely prediction is the same, both with intervals.
+        ``ruler``: the score of each task, under its name, and ``scores``, of each prompt by task.
+        ``leval``: the likelihood of each file, under its name, ``logs``, of each question by file,
+        ``choices``, and ``answers`` and ``scores`` of generated answers. ``harness``:
+        ``benchmark``, the name of lm_eval's task, and ``length`` only if it makes prompts of given
+        lengths. ``latency``: ``situation``, that of the cache. ``decoding``: ``batch``, and what
+        each token is ``launched_by``. ``throughput``: ``batch``, the number of requests, and
+        percentiles of the seconds to the first token.
     """
 
     task: str
@@ -96,7 +109,9 @@ class EvalRow:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def is_of_one_prompt(self) -> bool:
-        """Returns False for rows of several sequences, of chunked prefill and of tokens after cached ones."""
+        """Returns False for rows of several sequences, of chunked prefill and of tokens after
+        cached ones.
+        """
         return self.extra.get("batch", 1) == 1 and not self.extra.get("situation")
 
     def plain(self) -> dict[str, Any]:
@@ -105,12 +120,16 @@ class EvalRow:
 
 
 def ratio_to(dense: float | None, score: float) -> float | None:
-    """Returns ``score`` relative to that of dense attention, 1 for dense attention itself (None); None if that is 0."""
+    """Returns ``score`` relative to that of dense attention, 1 for dense attention itself (None);
+    None if that is 0.
+    """
     return 1.0 if dense is None else score / dense if dense else None
 
 
 def flat(rows: Sequence[EvalRow]) -> list[dict[str, Any]]:
-    """Returns a table: the fields of each row, each interval as two columns, and the numbers and strings of ``extra``."""
+    """Returns a table: the fields of each row, each interval as two columns, and the numbers and
+    strings of ``extra``.
+    """
     lines = []
     for row in rows:
         line = row.plain()
@@ -118,5 +137,8 @@ def flat(rows: Sequence[EvalRow]) -> list[dict[str, Any]]:
         line["interval_low"], line["interval_high"] = line.pop("interval") or (None, None)
         for name in [key.removesuffix("_interval") for key in extra if key.endswith("_interval")]:
             line[f"{name}_low"], line[f"{name}_high"] = extra[f"{name}_interval"] or (None, None)
-        lines.append(line | {key: value for key, value in extra.items() if isinstance(value, int | float | str)})
+        lines.append(
+            line
+            | {key: value for key, value in extra.items() if isinstance(value, int | float | str)}
+        )
     return lines

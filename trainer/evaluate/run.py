@@ -28,14 +28,17 @@ if TYPE_CHECKING:
 
 
 def evaluate(cfg: EvalRunConfig) -> Path:
-    """Runs the tasks of ``cfg.eval`` and writes ``outputs/<model>/<name>/eval``: tables, figures and ``report.html``.
+    """Runs the tasks of ``cfg.eval`` and writes ``outputs/<model>/<name>/eval``: tables, figures
+    and ``report.html``.
 
-    An earlier folder is renamed to ``eval-<time it was written>``, or deleted with ``overwrite=true``. Artifacts, text, lengths
-    and settings that do not fit raise UserError before the weights are read.
+    An earlier folder is renamed to ``eval-<time it was written>``, or deleted with
+    ``overwrite=true``. Artifacts, text, lengths and settings that do not fit raise UserError before
+    the weights are read.
     """
     folder = cfg.folder / "eval"
     _clear_leftovers(folder)
-    other = compare.read_results(cfg.compare) if cfg.compare else None  # this run may rename or delete that folder
+    # this run may rename or delete that folder
+    other = compare.read_results(cfg.compare) if cfg.compare else None
     for task in cfg.eval.tasks:
         if check := getattr(task_module(task), "check_config", None):
             check(cfg)
@@ -49,8 +52,13 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     from msattn.trainer.training.tracker import Tracker
 
     if cfg.data.source is None and reads_data(cfg):
-        library = f"the source files of Python {version_info.major}.{version_info.minor}'s standard library"
-        print_once(f"no text was chosen, so eval reads {library}; --data FILE_OR_FOLDER reads your own")
+        library = (
+            f"the source files of Python {version_info.major}.{version_info.minor}'s "
+            f"standard library"
+        )
+        print_once(
+            f"no text was chosen, so eval reads {library}; --data FILE_OR_FOLDER reads your own"
+        )
     described = models.describe(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     check_texts(cfg)
     found = compared.find_compared(cfg, described)
@@ -60,8 +68,11 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         calibration.calibration_chunks(cfg, described, 1)
     loaded = described.load()
     found = found.on(loaded)
-    # Refuses other settings than those of the run to resume before the calibrations, which take minutes.
-    kept = PartialRows(folder.with_name("eval.rows"), settings_of(cfg, loaded, found), resume=cfg.resume)
+    # Refuses other settings than those of the run to resume before the calibrations, which take
+    # minutes.
+    kept = PartialRows(
+        folder.with_name("eval.rows"), settings_of(cfg, loaded, found), resume=cfg.resume
+    )
     found = calibration.calibrate_selections(found, cfg, loaded)
     calibration.calibrate_routers(found, cfg, loaded)
     found.notes.extend(calibration.unreachable_notes(found, cfg))
@@ -76,7 +87,9 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         raise type(stop)(*([ways] if len(kept) else [])) from stop
     title = f"{cfg.model.name}, {cfg.name}: evaluation of sparse attention"
     about = context(title, asdict(cfg), found.manifests, found.notes, loaded.model.device)
-    comparison = compare.compare(cfg.compare, rows, asdict(about), other) if cfg.compare and other else None
+    comparison = (
+        compare.compare(cfg.compare, rows, asdict(about), other) if cfg.compare and other else None
+    )
     keep = None if cfg.overwrite else partial(_kept_path, folder)
     with locked(folder), replace_folder(folder, keep=keep) as draft:
         figures = report.write(draft, rows, about, comparison)
@@ -86,7 +99,9 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         compare.show(comparison, console)
     verdict.show(rows, console)
     console.print(f"Report: [bold]{folder / 'report.html'}[/bold]", soft_wrap=True)
-    with Tracker.of_job(cfg, "eval", folder=folder, run_name=f"{cfg.model.name}-{cfg.name}-eval", after_work=True) as tracker:
+    with Tracker.of_job(
+        cfg, "eval", folder=folder, run_name=f"{cfg.model.name}-{cfg.name}-eval", after_work=True
+    ) as tracker:
         for artifact in found.read:
             tracker.use_artifact(artifact)
         for name, path in figures.items():
@@ -101,7 +116,10 @@ def _run_tasks(job: "Job") -> Iterator[list[EvalRow]]:
     device, tasks = job.loaded.model.device.type, job.cfg.eval.tasks
     with job.progress:
         for task in tasks:
-            yield [replace(row, extra=row.extra | {"device": device}) for row in task_module(task).run(job)]
+            yield [
+                replace(row, extra=row.extra | {"device": device})
+                for row in task_module(task).run(job)
+            ]
     if device == "cpu" and any(record(task).timed for task in tasks):
         job.methods.notes.append(CPU_NOTE)
 
@@ -114,8 +132,15 @@ def _print_tables(rows: list[EvalRow], notes: list[str]) -> Console:
 
 
 def summary(rows: Sequence[EvalRow], cfg: EvalConfig) -> dict[str, float]:
-    """Returns ``{"task/method/setting": score}`` for a tracker; after tasks with several: benchmark, length and batch."""
-    return {"/".join(filter(None, (row.task, *_sizes(row, cfg), str(row.method), str(row.setting)))): row.score for row in rows}
+    """Returns ``{"task/method/setting": score}`` for a tracker; after tasks with several:
+    benchmark, length and batch.
+    """
+    return {
+        "/".join(
+            filter(None, (row.task, *_sizes(row, cfg), str(row.method), str(row.setting)))
+        ): row.score
+        for row in rows
+    }
 
 
 def _sizes(row: EvalRow, cfg: EvalConfig) -> list[str]:
@@ -126,7 +151,9 @@ def _sizes(row: EvalRow, cfg: EvalConfig) -> list[str]:
 
 
 def _check_sizes(cfg: EvalRunConfig, model: "Described", found: "Compared") -> None:
-    """Raises UserError, before the weights are read, for lengths and probes that a later task would refuse."""
+    """Raises UserError, before the weights are read, for lengths and probes that a later task would
+    refuse.
+    """
     from msattn.trainer.models.families import check_length
 
     for task in cfg.eval.tasks:
@@ -143,7 +170,9 @@ def _check_sizes(cfg: EvalRunConfig, model: "Described", found: "Compared") -> N
 
 
 def _clear_leftovers(folder: Path) -> None:
-    """Removes leftovers of a killed run. Raises UserError, before the first task runs, if results could not be written."""
+    """Removes leftovers of a killed run. Raises UserError, before the first task runs, if results
+    could not be written.
+    """
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise UserError(f"outputs={folder}: this is a file; results need a folder of this name")
     with locked(folder):
@@ -153,7 +182,10 @@ def _clear_leftovers(folder: Path) -> None:
 def _kept_path(folder: Path, old: Path) -> Path:
     """Returns an unused path ``<folder>-<time at which old was written>`` and prints it."""
     stamp = datetime.fromtimestamp(old.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
-    paths = (folder.with_name(f"{folder.name}-{stamp}{f'-{number}' if number else ''}") for number in count())
+    paths = (
+        folder.with_name(f"{folder.name}-{stamp}{f'-{number}' if number else ''}")
+        for number in count()
+    )
     kept = next(path for path in paths if not path.exists())
     print_once(f"the earlier evaluation was moved to {kept}")
     return kept

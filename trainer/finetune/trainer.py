@@ -1,9 +1,11 @@
-"""Long-context fine-tuning of a language model (SeerAttention, sections 4.3 and 5.2), with sparse or dense attention.
+"""Long-context fine-tuning of a language model (SeerAttention, sections 4.3 and 5.2), with sparse
+or dense attention.
 
-The language model's loss trains the weights through ``block_sparse_attention`` over the top-k blocks by gate score, or through
-``multiscale_attention``, which reads the best blocks whole and the next ones as means. At the same time the gates are trained
-on the block map, with detached inputs. Weights are float32: bfloat16 has 8 significant bits and would round away an update of
-1e-5 of a weight's magnitude. Matrix products run in bfloat16 under autocast.
+The language model's loss trains the weights through ``block_sparse_attention`` over the top-k
+blocks by gate score, or through ``multiscale_attention``, which reads the best blocks whole and the
+next ones as means. At the same time the gates are trained on the block map, with detached inputs.
+Weights are float32: bfloat16 has 8 significant bits and would round away an update of 1e-5 of a
+weight's magnitude. Matrix products run in bfloat16 under autocast.
 """
 
 from collections.abc import Callable
@@ -27,11 +29,14 @@ from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.models.families import output_logits, text_config
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap, use_dense_attention
 
-LOGIT_BYTES = 2**30  # fp32 logits in memory at once: those of 32k tokens would take 17 GB with a vocabulary of 128k
+# fp32 logits in memory at once: those of 32k tokens would take 17 GB with a vocabulary of 128k
+LOGIT_BYTES = 2**30
 
 
 class GateTargets(NamedTuple):
-    """Result of a layer's gate for a batch: the blocks to read and the gate's loss against the block map, detached."""
+    """Result of a layer's gate for a batch: the blocks to read and the gate's loss against the
+    block map, detached.
+    """
 
     selected: Tensor  # [B, Hg, Tr, Tc], a bool mask, or uint8 zooms
     loss: Tensor
@@ -39,13 +44,21 @@ class GateTargets(NamedTuple):
 
 
 class FineTuner(nn.Module):
-    """Trains a language model with fp32 weights, with gates or, if ``gate`` is None, with dense attention.
+    """Trains a language model with fp32 weights, with gates or, if ``gate`` is None, with dense
+    attention.
 
-    ``gate_weight`` weights the gates' loss in the sum with the language model's; ``dtype`` is that of matrix products.
+    ``gate_weight`` weights the gates' loss in the sum with the language model's; ``dtype`` is that
+    of matrix products.
     """
 
     def __init__(
-        self, model: PreTrainedModel, gate: Gate | None, select: SelectConfig, *, gate_weight: float, dtype: torch.dtype
+        self,
+        model: PreTrainedModel,
+        gate: Gate | None,
+        select: SelectConfig,
+        *,
+        gate_weight: float,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.model = model
@@ -58,26 +71,36 @@ class FineTuner(nn.Module):
             use_dense_attention(model)
 
     def attached(self) -> AbstractContextManager[None]:
-        """Returns a context in which the model's attention is :meth:`gated_attention`, if there are gates.
+        """Returns a context in which the model's attention is :meth:`gated_attention`, if there are
+        gates.
 
         It must include the backward pass, in which activation checkpointing runs the layers again.
         """
         return nullcontext() if self.gate is None else tap(self.model, self.gated_attention)
 
     def forward(self, input_ids: Tensor, weights: Tensor | None = None) -> dict[str, Any]:
-        """Computes the loss of ``input_ids`` int64 ``[B, N]``, with token ``weights`` fp32 ``[B, N]`` (None: all 1).
+        """Computes the loss of ``input_ids`` int64 ``[B, N]``, with token ``weights`` fp32
+        ``[B, N]`` (None: all 1).
 
-        ``parts`` of the result are ``language``, the mean cross-entropy (nats) of tokens 1 to N - 1, and the loss of each gate.
+        ``parts`` of the result are ``language``, the mean cross-entropy (nats) of tokens 1 to N -
+        1, and the loss of each gate.
         """
         self._targets.clear()
-        # Autocast's cache would hold a half-precision copy of every weight until the end of the pass.
+        # Autocast's cache would hold a half-precision copy of every weight until the end of the
+        # pass.
         half = self.dtype == torch.bfloat16
-        with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=half, cache_enabled=False):
+        with torch.autocast(
+            input_ids.device.type, torch.bfloat16, enabled=half, cache_enabled=False
+        ):
             hidden = run_backbone(self.model, input_ids)
-            weights = torch.ones_like(input_ids, dtype=torch.float32) if weights is None else weights
+            weights = (
+                torch.ones_like(input_ids, dtype=torch.float32) if weights is None else weights
+            )
             head = partial(output_logits, self.model)
             vocabulary = text_config(self.model.config).vocab_size
-            language = language_loss(head, hidden[:, :-1], input_ids[:, 1:], weights[:, 1:], vocabulary=vocabulary)
+            language = language_loss(
+                head, hidden[:, :-1], input_ids[:, 1:], weights[:, 1:], vocabulary=vocabulary
+            )
         parts = {"language": language.detach()}
         if self.gate is None or not self._targets:
             return {"loss": language, "parts": parts}
@@ -91,14 +114,18 @@ class FineTuner(nn.Module):
         return {"loss": language + self.gate_weight * gates, "parts": parts}
 
     def gated_attention(self, x: LayerInputs) -> Tensor:
-        """Computes sparse attention ``[B, Hq, N, D]`` of a layer, differentiable in its queries, keys and values."""
+        """Computes sparse attention ``[B, Hq, N, D]`` of a layer, differentiable in its queries,
+        keys and values.
+        """
         assert self.gate is not None
         assert self.selection is not None
         x = replace(x, q=x.q.to(x.v.dtype), k=x.k.to(x.v.dtype))  # under autocast RoPE returns fp32
-        with torch.autocast(x.q.device.type, enabled=False):  # the operations have their own precision
+        # the operations have their own precision
+        with torch.autocast(x.q.device.type, enabled=False):
             if not torch.is_grad_enabled():  # evaluation
                 return selected_attention(x, self.selection.blocks(x), self.selection.sizes).out
-            if x.layer not in self._targets:  # activation checkpointing runs the layer again; it must read the same blocks
+            # activation checkpointing runs the layer again; it must read the same blocks
+            if x.layer not in self._targets:
                 self._targets[x.layer] = _gate_targets(x, self.gate, self.selection)
             return selected_attention(x, self._targets[x.layer].selected, self.selection.sizes).out
 
@@ -107,7 +134,8 @@ def _gate_targets(x: LayerInputs, gate: Gate, selection: Selection) -> GateTarge
     with torch.no_grad():
         pooled = gate.true_map(x).pooled
     visible = visible_blocks(x, selection.sizes)
-    # The identity hooks hide these tensors from a checkpoint around the layer, because its recomputation does not create them.
+    # The identity hooks hide these tensors from a checkpoint around the layer, because its
+    # recomputation does not create them.
     with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         loss = gate_loss(gate.logits(x), pooled, visible, gate.cfg)
         gradients = torch.autograd.grad(loss, list(gate.layers[x.layer].parameters()))
@@ -115,13 +143,18 @@ def _gate_targets(x: LayerInputs, gate: Gate, selection: Selection) -> GateTarge
 
 
 def language_loss(
-    head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, weights: Tensor, *, vocabulary: int
+    head: Callable[[Tensor], Tensor],
+    hidden: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    *,
+    vocabulary: int,
 ) -> Tensor:
     """Computes the weighted mean cross-entropy (nats) of each sequence, and their mean.
 
-    The result does not depend on how a batch is split into micro-batches and across ranks. ``head`` computes the logits of
-    ``hidden [B, N, hidden]`` for a slice of the tokens at a time, also in the backward pass. Targets and weights are
-    ``[B, N]``.
+    The result does not depend on how a batch is split into micro-batches and across ranks. ``head``
+    computes the logits of ``hidden [B, N, hidden]`` for a slice of the tokens at a time, also in
+    the backward pass. Targets and weights are ``[B, N]``.
     """
     rows = max(1, LOGIT_BYTES // (4 * vocabulary))
 
@@ -137,7 +170,12 @@ def language_loss(
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Enables activation checkpointing: only the input of each layer is kept, and the backward pass runs the layer again."""
+    """Enables activation checkpointing: only the input of each layer is kept, and the backward pass
+    runs the layer again.
+    """
     # The second name is that of transformers before 5.23.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     enable({"use_reentrant": False})

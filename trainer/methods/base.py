@@ -12,7 +12,13 @@ if TYPE_CHECKING:
 
     from msattn.trainer.models.layer_attention import LayerInputs
 
-CALIBRATED, TOP_K, INDEPENDENT, RANDOM_WEIGHTS, ROPE = "calibrated", "top-k", "independent", "untrained", "RoPE"
+CALIBRATED, TOP_K, INDEPENDENT, RANDOM_WEIGHTS, ROPE = (
+    "calibrated",
+    "top-k",
+    "independent",
+    "untrained",
+    "RoPE",
+)
 NOT_SERVED = {TOP_K, INDEPENDENT, RANDOM_WEIGHTS}  # variants that are measured for comparison
 TRAINED_STYLE = {"linewidth": 2.2, "zorder": 4}
 VARIANT_STYLES: dict[str, dict[str, Any]] = {
@@ -29,15 +35,20 @@ class Method:
     name: str
     title: str | None = field(default=None, compare=False)  # in tables and figures; None: the name
     trained: bool = field(default=False, compare=False)  # something was trained for it
-    servable: bool = field(default=True, compare=False)  # False if it needs dense attention, or is no way to serve
-    style: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # keyword arguments of Axes.plot
-    other_color: str | None = field(default=None, compare=False, repr=False)  # for a second artifact of the same kind
+    # False if it needs dense attention, or is no way to serve
+    servable: bool = field(default=True, compare=False)
+    # keyword arguments of Axes.plot
+    style: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    # for a second artifact of the same kind
+    other_color: str | None = field(default=None, compare=False, repr=False)
     source: str = ""  # where a second artifact of the same kind comes from
     variants: tuple[str, ...] = ()  # differences from the way in which the method is served
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "Method":
-        """Returns the method with these fields, which were read from a file (``dataclasses.asdict`` of a method)."""
+        """Returns the method with these fields, which were read from a file (``dataclasses.asdict``
+        of a method).
+        """
         method = cls(**fields)
         return replace(method, variants=tuple(method.variants))
 
@@ -88,16 +99,22 @@ DENSE = Method("dense")
 
 
 def check_finite(name: str, module: "nn.Module") -> None:
-    """Raises UserError, which begins with ``name``, if a weight of ``module`` is NaN or infinite."""
+    """Raises UserError, which begins with ``name``, if a weight of ``module`` is NaN or
+    infinite.
+    """
     for weight, values in module.state_dict().items():
         if not values.isfinite().all():
-            raise UserError(f"{name}: its {weight} holds values that are not finite; expected numbers")
+            raise UserError(
+                f"{name}: its {weight} holds values that are not finite; expected numbers"
+            )
 
 
 class Scorer(Protocol):
-    """Interface of a scorer, which returns the block scores of a layer: fp32 ``[B, Hq | Hkv, Tr, Tc]``.
+    """Interface of a scorer, which returns the block scores of a layer: fp32
+    ``[B, Hq | Hkv, Tr, Tc]``.
 
-    Rows sum to 1 over the visible blocks and are 0 elsewhere; the last row of a gate's scores may sum to more.
+    Rows sum to 1 over the visible blocks and are 0 elsewhere; the last row of a gate's scores may
+    sum to more.
     """
 
     @property

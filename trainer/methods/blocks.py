@@ -1,8 +1,9 @@
 """Positions of row and column blocks, and the blocks that are causally visible.
 
-Positions are relative to the start of each sequence, so left padding does not shift blocks. Column block ``c`` holds keys
-``[c * size, (c + 1) * size)``, where ``size``, the keys of a block, is at most the number of its queries. Row blocks are
-counted from the first query that sees a key. Without padding the leading size of masks and positions is 1 instead of ``B``.
+Positions are relative to the start of each sequence, so left padding does not shift blocks. Column
+block ``c`` holds keys ``[c * size, (c + 1) * size)``, where ``size``, the keys of a block, is at
+most the number of its queries. Row blocks are counted from the first query that sees a key. Without
+padding the leading size of masks and positions is 1 instead of ``B``.
 """
 
 import threading
@@ -23,16 +24,23 @@ if TYPE_CHECKING:
 
 
 class RowSpan(NamedTuple):
-    """First and last query position of each row block, int64 ``[B | 1, Tr]``; ``last`` is -1 for an empty block."""
+    """First and last query position of each row block, int64 ``[B | 1, Tr]``; ``last`` is -1 for an
+    empty block.
+    """
 
     first: Tensor
     last: Tensor
 
 
-def row_span(num_queries: int, num_keys: int, block_size: int, kv_start: Tensor | None, device: torch.device) -> RowSpan:
-    """Returns the row blocks of the last ``num_queries`` of ``num_keys`` positions (bottom-right aligned)."""
+def row_span(
+    num_queries: int, num_keys: int, block_size: int, kv_start: Tensor | None, device: torch.device
+) -> RowSpan:
+    """Returns the row blocks of the last ``num_queries`` of ``num_keys`` positions (bottom-right
+    aligned).
+    """
     steps = torch.arange(0, num_queries, block_size, device=device)[None]
-    if kv_start is None and num_queries <= num_keys:  # no block is empty, and this form needs fewer kernel launches
+    # no block is empty, and this form needs fewer kernel launches
+    if kv_start is None and num_queries <= num_keys:
         first = steps + (num_keys - num_queries)
         return RowSpan(first, (first + (block_size - 1)).clamp(max=num_keys - 1))
     start = torch.zeros(1, dtype=torch.long, device=device) if kv_start is None else kv_start.long()
@@ -42,7 +50,9 @@ def row_span(num_queries: int, num_keys: int, block_size: int, kv_start: Tensor 
 
 
 def visible_blocks(x: "LayerInputs", sizes: BlockSizes) -> Tensor:
-    """Returns the column blocks with a key that some query of the row block may see: bool ``[B | 1, 1, Tr, Tc]``."""
+    """Returns the column blocks with a key that some query of the row block may see: bool
+    ``[B | 1, 1, Tr, Tc]``.
+    """
     rows = row_span(x.num_queries, x.num_keys, sizes.queries, x.kv_start, x.q.device)
     return _visible(rows, x.num_keys, sizes.keys)
 
@@ -55,7 +65,8 @@ def _visible(rows: RowSpan, num_keys: int, size: int) -> Tensor:
 class Candidates:
     """Blocks of a layer that a policy selects from, bool ``[B | 1, 1, Tr, Tc]``.
 
-    ``visible`` ones may be read; ``always`` are those among them that must be read, at least one in each row that sees a key.
+    ``visible`` ones may be read; ``always`` are those among them that must be read, at least one in
+    each row that sees a key.
     """
 
     def __init__(self, visible: Tensor, always: Tensor) -> None:
@@ -77,7 +88,9 @@ class Candidates:
         return self.row_visible.sum().clamp(min=1)
 
     def share(self, share: float) -> Tensor:
-        """Returns a share of the number of visible blocks of each row, rounded: int32 ``[B | 1, 1, Tr, 1]``."""
+        """Returns a share of the number of visible blocks of each row, rounded: int32
+        ``[B | 1, 1, Tr, 1]``.
+        """
         if share not in self._counts:
             self._counts[share] = (self.row_visible.double() * share).round().int()
         return self._counts[share]
@@ -87,7 +100,9 @@ class Candidates:
         return torch.full_like(self.visible[..., :1], blocks, dtype=torch.int32)
 
     def best(self, scores: Tensor, counts: Tensor, **limit: Any) -> Tensor:
-        """Selects the ``counts`` best blocks of each row, those that must be read first, and all that reach the ``limit``."""
+        """Selects the ``counts`` best blocks of each row, those that must be read first, and all
+        that reach the ``limit``.
+        """
         return best_blocks(scores, counts, self.visible, self.always, **limit)
 
 
@@ -97,16 +112,21 @@ SHORT_PART = 8  # rows may be short in the first one of this many parts of their
 class AlwaysRead(NamedTuple):
     """Numbers of the visible blocks that every row reads in addition to its diagonal ones.
 
-    All of them count blocks of as many keys as a row block has queries, also where blocks of keys are smaller.
+    All of them count blocks of as many keys as a row block has queries, also where blocks of keys
+    are smaller.
     """
 
-    sink_blocks: int = 1  # leading blocks: pretrained models put much of their attention on the first tokens
+    # leading blocks: pretrained models put much of their attention on the first tokens
+    sink_blocks: int = 1
     local_blocks: int = 1  # blocks before the diagonal ones
     dense_queries: int = 0  # last queries whose rows read every block
-    short_rows: int = 0  # visible blocks up to which a row reads all of them, if it is in the first part of its sequence
+    # visible blocks up to which a row reads all of them, if it is in the first part of its sequence
+    short_rows: int = 0
 
     def num_short_rows(self, blocks: int) -> int:
-        """Returns the number of visible blocks up to which rows of a sequence of ``blocks`` read all of them."""
+        """Returns the number of visible blocks up to which rows of a sequence of ``blocks`` read
+        all of them.
+        """
         return min(self.short_rows, blocks // SHORT_PART)
 
 
@@ -114,7 +134,9 @@ SINK_AND_LOCAL = AlwaysRead()
 
 
 class _Captured(threading.local):
-    """Candidates of the graph that the current thread captures, keyed by numbers of queries and keys and by settings."""
+    """Candidates of the graph that the current thread captures, keyed by numbers of queries and
+    keys and by settings.
+    """
 
     candidates: dict[tuple, Candidates] | None = None
 
@@ -132,16 +154,19 @@ def shared_by_layers() -> Iterator[None]:
         _captured.candidates = None
 
 
-def candidate_blocks(x: "LayerInputs", sizes: BlockSizes, always: AlwaysRead = SINK_AND_LOCAL) -> Candidates:
+def candidate_blocks(
+    x: "LayerInputs", sizes: BlockSizes, always: AlwaysRead = SINK_AND_LOCAL
+) -> Candidates:
     """Returns the visible blocks, of which the diagonal ones and those in ``always`` must be read.
 
-    Without padding the result depends only on shapes. It is then cached for the other layers, because computing it takes longer
-    than the selection.
+    Without padding the result depends only on shapes. It is then cached for the other layers,
+    because computing it takes longer than the selection.
     """
     key, device = (x.num_queries, x.num_keys, sizes, always), x.q.device
     if x.kv_start is not None:
         return _candidate_blocks(*key, device, x.kv_start)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # without values until the graph is replayed
+    # without values until the graph is replayed
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         found = {} if _captured.candidates is None else _captured.candidates
         if key not in found:
             found[key] = _candidate_blocks(*key, device)
@@ -160,13 +185,15 @@ def _candidate_blocks(
 ) -> Candidates:
     """Computes the result of :func:`candidate_blocks` without a cache.
 
-    Diagonal blocks hold the row block's own tokens: ``sizes.ratio`` per row, or one more if its queries start inside a column
-    block. Every query sees a key in them.
+    Diagonal blocks hold the row block's own tokens: ``sizes.ratio`` per row, or one more if its
+    queries start inside a column block. Every query sees a key in them.
     """
     rows = row_span(num_queries, num_keys, sizes.queries, kv_start, device)
     visible = _visible(rows, num_keys, sizes.keys)
     ends = torch.arange(sizes.keys, num_keys + sizes.keys, sizes.keys, device=device)
-    required = visible & (ends + always.local_blocks * sizes.queries > rows.first[..., None])[:, None]
+    required = (
+        visible & (ends + always.local_blocks * sizes.queries > rows.first[..., None])[:, None]
+    )
     sink = slice(always.sink_blocks * sizes.ratio)
     required[..., sink] = visible[..., sink]
     if always.dense_queries:
@@ -174,7 +201,11 @@ def _candidate_blocks(
         required |= visible & is_dense[:, None, :, None]
     if always.short_rows:
         seen = visible.sum(-1, keepdim=True)
-        required |= visible & (seen <= always.short_rows * sizes.ratio) & (SHORT_PART * seen <= seen.amax(2, keepdim=True))
+        required |= (
+            visible
+            & (seen <= always.short_rows * sizes.ratio)
+            & (SHORT_PART * seen <= seen.amax(2, keepdim=True))
+        )
     return Candidates(visible, required)
 
 
@@ -182,7 +213,9 @@ _cached_blocks = lru_cache(maxsize=4)(_candidate_blocks)
 
 
 def normalize_rows(scores: Tensor) -> Tensor:
-    """Divides the rows of block scores ``[..., Tc]``, fp32, by their sums; a row of zeros stays zero."""
+    """Divides the rows of block scores ``[..., Tc]``, fp32, by their sums; a row of zeros stays
+    zero.
+    """
     return scores / scores.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
@@ -198,22 +231,26 @@ def aligned_blocks(x: Tensor, start: Tensor | None, block_size: int) -> Tensor:
     Returns
     -------
     Tensor ``[B, H, T, block_size, D]``
-        A view if ``N`` is a multiple of ``block_size`` and ``start`` is None. A partial block is filled with the last token,
-        which leaves its maximum and minimum unchanged.
+        A view if ``N`` is a multiple of ``block_size`` and ``start`` is None. A partial block is
+        filled with the last token, which leaves its maximum and minimum unchanged.
     """
     tokens = x.shape[2]
     blocks = -(-tokens // block_size)
     if start is not None or tokens % block_size:
         start = torch.zeros(1, dtype=torch.long, device=x.device) if start is None else start
-        index = (start[:, None] + torch.arange(blocks * block_size, device=x.device)).clamp(max=tokens - 1)
+        index = (start[:, None] + torch.arange(blocks * block_size, device=x.device)).clamp(
+            max=tokens - 1
+        )
         x = x.gather(2, index[:, None, :, None].expand(x.shape[0], x.shape[1], -1, x.shape[3]))
     return x.unflatten(2, (blocks, block_size))
 
 
 def sparsity(selected: Tensor, candidates: Candidates, total: Tensor | None = None) -> Tensor:
-    """Returns the share of the causally visible blocks that is not read, or adds it to ``total``: a float64 scalar.
+    """Returns the share of the causally visible blocks that is not read, or adds it to ``total``: a
+    float64 scalar.
 
-    ``selected`` is bool ``[B, H, Tr, Tc]``, or uint8 zooms of that shape: a block at zoom z counts as 1 / z of a block.
+    ``selected`` is bool ``[B, H, Tr, Tc]``, or uint8 zooms of that shape: a block at zoom z counts
+    as 1 / z of a block.
     """
     total = selected.new_zeros((), dtype=torch.float64) if total is None else total
     copies = selected.numel() // candidates.visible.numel()
@@ -222,7 +259,11 @@ def sparsity(selected: Tensor, candidates: Candidates, total: Tensor | None = No
 
 
 def sparsity_in_reach(blocks: int, always: AlwaysRead) -> float:
-    """Returns the share of the visible keys that are not always read, in a prompt of ``blocks`` row blocks."""
+    """Returns the share of the visible keys that are not always read, in a prompt of ``blocks`` row
+    blocks.
+    """
     least, short = 1 + always.sink_blocks + always.local_blocks, always.num_short_rows(blocks)
-    read = sum(visible if visible <= short else min(visible, least) for visible in range(1, blocks + 1))
+    read = sum(
+        visible if visible <= short else min(visible, least) for visible in range(1, blocks + 1)
+    )
     return 1 - read / (blocks * (blocks + 1) / 2)

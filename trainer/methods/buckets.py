@@ -1,4 +1,6 @@
-"""Routing: assigns keys to buckets and chooses the buckets that a query reads (SAAP, sections 4 and 5)."""
+"""Routing: assigns keys to buckets and chooses the buckets that a query reads (SAAP, sections 4 and
+5).
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -27,23 +29,27 @@ Sizes = Callable[[], Tensor]  # returns the numbers of keys in the buckets
 
 
 class Router(nn.Module, ABC):
-    """Base class of routers, which score buckets of keys for a query and choose the buckets that it reads.
+    """Base class of routers, which score buckets of keys for a query and choose the buckets that it
+    reads.
 
-    Buckets are either formed by content, see :class:`BucketRouter`, or blocks of neighbouring keys, see
-    :class:`~msattn.trainer.methods.key_blocks.BlockRouter`. Queries belong to a single token. Serving and evaluation use only
-    these attributes and methods of a router.
+    Buckets are either formed by content, see :class:`BucketRouter`, or blocks of neighbouring keys,
+    see :class:`~msattn.trainer.methods.key_blocks.BlockRouter`. Queries belong to a single token.
+    Serving and evaluation use only these attributes and methods of a router.
     """
 
     method: ClassVar[Method]
-    grouping: ClassVar[Literal["buckets", "blocks", "clusters"]] = "buckets"  # what a cache keeps of the keys
-    predicts_attention: ClassVar[bool] = False  # scores are, or become, probabilities, so that shares of keys are calibrated
+    # what a cache keeps of the keys
+    grouping: ClassVar[Literal["buckets", "blocks", "clusters"]] = "buckets"
+    # scores are, or become, probabilities, so that shares of keys are calibrated
+    predicts_attention: ClassVar[bool] = False
     num_buckets: int  # buckets per key/value head
     block_size: int = 1  # keys of a bucket that are summarized together
     layers: list[int]  # indices of the model's routed layers
     kv_heads: int  # key/value heads of the model
     rope: bool = False  # a variant of the method that uses keys and queries after RoPE
     artifact: Artifact | None = None  # the loaded artifact; None for a newly created router
-    thresholds: KeyThresholds | None = None  # calibrated thresholds of a router that predicts attention
+    # calibrated thresholds of a router that predicts attention
+    thresholds: KeyThresholds | None = None
     routing_warning: str | None = None  # shown when the router is served or measured
 
     @property
@@ -52,74 +58,125 @@ class Router(nn.Module, ABC):
         return self
 
     def assigns_like(self, other: "Router") -> bool:
-        """Returns True if ``other`` assigns each key to the same bucket and summarizes buckets in the same way."""
+        """Returns True if ``other`` assigns each key to the same bucket and summarizes buckets in
+        the same way.
+        """
         return self is other
 
     def check_model(self, config: Any) -> None:
-        """Raises UserError for a model with another shape or without the routed layers, and for weights that are not finite."""
+        """Raises UserError for a model with another shape or without the routed layers, and for
+        weights that are not finite.
+        """
         check_shape("qmodel", {"num_kv_heads": self.kv_heads}, config)
         fits = set(self.layers) <= set(range(num_layers(config)))
-        require(fits, "qmodel.layers", self.layers, f"expected layers from 0 to {num_layers(config) - 1}")
+        require(
+            fits,
+            "qmodel.layers",
+            self.layers,
+            f"expected layers from 0 to {num_layers(config) - 1}",
+        )
         for layer in attention_layers(config):
             kept = layer.kept is not None and layer.layer in self.layers
             require(not kept, "qmodel.layers", layer.layer, f"not accepted: {layer.kept}")
         check_finite("qmodel", self)
 
-    def decode_numbers(self, given: Mapping[str, Any], presets: ModelPresets = PRESETS) -> dict[str, Any]:
-        """Returns ``probes``, ``recent``, ``sink`` and ``dense_layers``: as ``given``, else from the artifact or presets."""
+    def decode_numbers(
+        self, given: Mapping[str, Any], presets: ModelPresets = PRESETS
+    ) -> dict[str, Any]:
+        """Returns ``probes``, ``recent``, ``sink`` and ``dense_layers``: as ``given``, else from
+        the artifact or presets.
+        """
         recorded = self.artifact.manifest["details"].get("serving", {}) if self.artifact else {}
         defaults = decode_defaults(presets, self.num_buckets)
         found = {
-            name: recorded.get(name, default) if given.get(name) is None else given[name] for name, default in defaults.items()
+            name: recorded.get(name, default) if given.get(name) is None else given[name]
+            for name, default in defaults.items()
         }
         return found | {"dense_layers": tuple(found["dense_layers"])}
 
-    def budget(self, *, probes: int = 0, keys: float | None = None, threshold: float | None = None) -> Budget:
-        """Returns the budget for ``threshold``, ``keys`` or else ``probes``; raises UserError if it is for another router."""
+    def budget(
+        self, *, probes: int = 0, keys: float | None = None, threshold: float | None = None
+    ) -> Budget:
+        """Returns the budget for ``threshold``, ``keys`` or else ``probes``; raises UserError if it
+        is for another router.
+        """
         if threshold is not None:
-            raise UserError(f"threshold={threshold}: needs a decode gate; other routers read probes")
+            raise UserError(
+                f"threshold={threshold}: needs a decode gate; other routers read probes"
+            )
         if keys is None:
             ok = 0 <= probes <= self.num_buckets
-            require(ok, "probes", probes, f"expected 0 to {self.num_buckets:,}, the number of buckets")
+            require(
+                ok, "probes", probes, f"expected 0 to {self.num_buckets:,}, the number of buckets"
+            )
             return Probes(probes)
         if keys >= 1:
-            raise UserError(f"keys={keys:g}: a number of keys needs a decode gate, whose blocks are equally large")
+            raise UserError(
+                f"keys={keys:g}: a number of keys needs a decode gate, whose blocks are equally "
+                f"large"
+            )
         if not self.predicts_attention:
-            raise UserError(f"keys={keys:g}: needs a query classifier or a decode gate, which predict attention; give probes")
+            raise UserError(
+                f"keys={keys:g}: needs a query classifier or a decode gate, which predict "
+                f"attention; give probes"
+            )
         if self.thresholds is None:
-            raise UserError(f"keys={keys:g}: this router has no calibrated thresholds; train it again, or give probes")
+            raise UserError(
+                f"keys={keys:g}: this router has no calibrated thresholds; train it again, or "
+                f"give probes"
+            )
         return self.thresholds.budget(keys, self.num_buckets)
 
     def mean_keys(self, budget: Budget) -> tuple[int, float]:
-        """Returns how many keys in buckets a query reads on average: a fixed number, plus a share of all keys."""
+        """Returns how many keys in buckets a query reads on average: a fixed number, plus a share
+        of all keys.
+        """
         return 0, budget.share if isinstance(budget, KeyShare) else budget.most / self.num_buckets
 
     def shard(self, part: HeadShard) -> "Router":
         """Returns the router of a part of the heads. Only needed for tensor parallelism."""
-        raise NotImplementedError(f"{type(self).__name__}.shard: tensor parallelism needs this method")
+        raise NotImplementedError(
+            f"{type(self).__name__}.shard: tensor parallelism needs this method"
+        )
 
     @abstractmethod
-    def visit(self, x: LayerInputs, budget: Budget, sizes: Sizes, *, window: int | Tensor = 0, by_head: bool = False) -> Tensor:
-        """Returns the buckets that the newest token of each sequence reads: int32 ``[B, Hkv, L]``, -1 for none.
+    def visit(
+        self,
+        x: LayerInputs,
+        budget: Budget,
+        sizes: Sizes,
+        *,
+        window: int | Tensor = 0,
+        by_head: bool = False,
+    ) -> Tensor:
+        """Returns the buckets that the newest token of each sequence reads: int32 ``[B, Hkv, L]``,
+        -1 for none.
 
-        ``sizes`` returns the numbers of keys in the buckets, ``[B, Hkv, C]``. The last ``window`` keys, ``[B]`` or one number
-        for all sequences, are always read. With ``by_head`` each query head has its own buckets: ``[B, Hq, L]``.
+        ``sizes`` returns the numbers of keys in the buckets, ``[B, Hkv, C]``. The last ``window``
+        keys, ``[B]`` or one number for all sequences, are always read. With ``by_head`` each query
+        head has its own buckets: ``[B, Hq, L]``.
         """
 
     @abstractmethod
     def buckets_of_keys(self, x: LayerInputs) -> tuple[Tensor, int]:
-        """Returns the bucket of each key of a whole text, int32 ``[1, Hkv, M]``, and the number of buckets."""
+        """Returns the bucket of each key of a whole text, int32 ``[1, Hkv, M]``, and the number of
+        buckets.
+        """
 
     @abstractmethod
-    def scores_at(self, x: LayerInputs, positions: Tensor, recent: int, *, by_head: bool = False) -> Tensor:
-        """Returns the bucket scores of the queries at ``positions [n]`` of a whole text: ``[n, Hkv, C]``.
+    def scores_at(
+        self, x: LayerInputs, positions: Tensor, recent: int, *, by_head: bool = False
+    ) -> Tensor:
+        """Returns the bucket scores of the queries at ``positions [n]`` of a whole text:
+        ``[n, Hkv, C]``.
 
-        A query always reads the last ``recent`` keys, so block routers score only blocks before these. With ``by_head`` the
-        result is ``[n, Hq, C]``.
+        A query always reads the last ``recent`` keys, so block routers score only blocks before
+        these. With ``by_head`` the result is ``[n, Hq, C]``.
         """
 
     def choose(self, scores: Tensor, budget: Budget, sizes: Sizes | None = None) -> Tensor:
-        """Returns the buckets that queries with bucket ``scores [B, H, C]`` read: int32 ``[B, H, L]``, -1 is none.
+        """Returns the buckets that queries with bucket ``scores [B, H, C]`` read: int32
+        ``[B, H, L]``, -1 is none.
 
         ``L`` depends only on shapes. A :class:`KeyShare` needs ``sizes``, see :meth:`visit`.
         """
@@ -134,23 +191,33 @@ class Router(nn.Module, ABC):
         return dense_buckets(bucket_densities(predicted, held), budget.density, budget.most)
 
     def best(self, scores: Tensor, probes: int) -> Tensor:
-        """Returns the ``probes`` buckets (0 to C) with the highest ``scores [B, H, C]``, unordered: int32 ``[B, H, L]``."""
+        """Returns the ``probes`` buckets (0 to C) with the highest ``scores [B, H, C]``, unordered:
+        int32 ``[B, H, L]``.
+        """
         return scores.topk(probes, dim=-1, sorted=False).indices.to(torch.int32)
 
     def ranked(self, scores: Tensor) -> Tensor:
-        """Returns the buckets in the order in which probes visit them, by ``scores [B, H, C]``: ``[B, H, L]``, -1 is none."""
+        """Returns the buckets in the order in which probes visit them, by ``scores [B, H, C]``:
+        ``[B, H, L]``, -1 is none.
+        """
         return scores.argsort(-1, descending=True)
 
     def visited(self, far: Tensor, probes: Tensor) -> Tensor:
-        """Returns how many of ``far`` buckets are visited with ``probes``; the shapes are broadcast."""
+        """Returns how many of ``far`` buckets are visited with ``probes``; the shapes are
+        broadcast.
+        """
         return probes.minimum(far)
 
     def only_far(self, scores: Tensor, before_window: Tensor) -> Tensor:
-        """Removes blocks from ``scores [B, H, C]`` that have no key among the first ``before_window [B]`` keys."""
+        """Removes blocks from ``scores [B, H, C]`` that have no key among the first
+        ``before_window [B]`` keys.
+        """
         return scores
 
     def probabilities(self, scores: Tensor) -> Tensor:
-        """Returns the predicted attention to the buckets, up to a factor per row, from ``scores [B, H, C]``."""
+        """Returns the predicted attention to the buckets, up to a factor per row, from
+        ``scores [B, H, C]``.
+        """
         return scores
 
 
@@ -172,21 +239,35 @@ class BucketRouter(Router):
         """Returns :meth:`head_scores` summed over each query group: fp32 ``[B, Hkv, C]``."""
         return self.head_scores(layer, q_nope, q).unflatten(1, (self.kv_heads, -1)).sum(2)
 
-    def visit(self, x: LayerInputs, budget: Budget, sizes: Sizes, *, window: int | Tensor = 0, by_head: bool = False) -> Tensor:
+    def visit(
+        self,
+        x: LayerInputs,
+        budget: Budget,
+        sizes: Sizes,
+        *,
+        window: int | Tensor = 0,
+        by_head: bool = False,
+    ) -> Tensor:
         score = self.head_scores if by_head else self.scores
         return self.choose(score(x.layer, x.q_nope, x.q), budget, sizes)
 
     def buckets_of_keys(self, x: LayerInputs) -> tuple[Tensor, int]:
         return self.assign(x.layer, x.k_nope, x.k), self.num_buckets
 
-    def scores_at(self, x: LayerInputs, positions: Tensor, recent: int, *, by_head: bool = False) -> Tensor:
+    def scores_at(
+        self, x: LayerInputs, positions: Tensor, recent: int, *, by_head: bool = False
+    ) -> Tensor:
         score = self.head_scores if by_head else self.scores
         return score(x.layer, *queries_at(x, positions))
 
 
 def queries_at(x: LayerInputs, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the queries at ``positions [n]`` of one text, before and after RoPE, as single tokens: ``[n, Hq, 1, D]``."""
-    q_nope, q = (queries[0, :, positions].transpose(0, 1)[:, :, None] for queries in (x.q_nope, x.q))
+    """Returns the queries at ``positions [n]`` of one text, before and after RoPE, as single
+    tokens: ``[n, Hq, 1, D]``.
+    """
+    q_nope, q = (
+        queries[0, :, positions].transpose(0, 1)[:, :, None] for queries in (x.q_nope, x.q)
+    )
     return q_nope, q
 
 
@@ -219,17 +300,23 @@ class RouterDetails:
 
 
 def decode_defaults(presets: "ModelPresets", num_buckets: int) -> dict[str, Any]:
-    """Returns the default settings for serving a router; its manifest records them for ``msattn.attach``."""
+    """Returns the default settings for serving a router; its manifest records them for
+    ``msattn.attach``.
+    """
     return {"probes": min(presets.probes, num_buckets), **decode_window(presets)}
 
 
 def decode_window(presets: "ModelPresets") -> dict[str, Any]:
-    """Returns the settings of :func:`decode_defaults` that do not depend on the buckets: the keys that are always read."""
+    """Returns the settings of :func:`decode_defaults` that do not depend on the buckets: the keys
+    that are always read.
+    """
     return {"recent": presets.recent, "sink": 1, "dense_layers": [0]}
 
 
 def layer_index(layers: list[int], layer: int) -> int:
-    """Returns the position of ``layer`` in the routed ``layers``; ValueError if it is not routed."""
+    """Returns the position of ``layer`` in the routed ``layers``; ValueError if it is not
+    routed.
+    """
     if layer not in layers:
         raise ValueError(f"layer={layer}: this router holds layers {layers}")
     return layers.index(layer)
@@ -248,7 +335,8 @@ def hash32(word: Any) -> Any:
 def bucket_sizes(buckets: Tensor, positions: Tensor, num_buckets: int) -> Tensor:
     """Returns the number of keys up to each of ``positions`` in each bucket: int64 ``[n, Hkv, C]``.
 
-    ``buckets`` int32 ``[Hkv, N]`` are the keys' buckets, -1 for keys that do not count; ``positions`` int64 ``[n]`` increase.
+    ``buckets`` int32 ``[Hkv, N]`` are the keys' buckets, -1 for keys that do not count;
+    ``positions`` int64 ``[n]`` increase.
     """
     keys = torch.arange(buckets.shape[1], device=buckets.device)
     first_query = torch.searchsorted(positions, keys)  # the first query that sees the key

@@ -22,7 +22,8 @@ class Probes:
 
 @dataclass(frozen=True)
 class KeyShare:
-    """Buckets whose density reaches a threshold, which was calibrated to read a mean ``share`` of the keys.
+    """Buckets whose density reaches a threshold, which was calibrated to read a mean ``share`` of
+    the keys.
 
     At most the ``most`` densest ones are read, because CUDA graphs need a fixed number.
     """
@@ -34,7 +35,9 @@ class KeyShare:
 
 @dataclass(frozen=True)
 class Probability:
-    """Blocks whose predicted probability is at least ``least``; there are at most ``most`` of them."""
+    """Blocks whose predicted probability is at least ``least``; there are at most ``most`` of
+    them.
+    """
 
     least: float
     most: int
@@ -56,17 +59,27 @@ class KeyThresholds:
     def __post_init__(self) -> None:
         if not self.shares or sorted(set(self.shares)) != self.shares:
             raise ValueError("shares must increase")
-        if len(self.densities) != len(self.shares) or sorted(self.densities, reverse=True) != self.densities:
-            raise ValueError(f"densities must be {len(self.shares)} numbers that decrease, one for each share")
+        if (
+            len(self.densities) != len(self.shares)
+            or sorted(self.densities, reverse=True) != self.densities
+        ):
+            raise ValueError(
+                f"densities must be {len(self.shares)} numbers that decrease, one for each share"
+            )
 
     def density(self, share: float) -> float:
-        """Returns the density from which a mean ``share`` of the keys is read, interpolated on logarithmic scales.
+        """Returns the density from which a mean ``share`` of the keys is read, interpolated on
+        logarithmic scales.
 
         Raises UserError: the table does not cover ``share``.
         """
         if not self.shares[0] <= share <= self.shares[-1]:
-            raise UserError(f"keys={share}: the router is calibrated from {self.shares[0]} to {self.shares[-1]}")
-        return float(np.exp(np.interp(np.log(float(share)), np.log(self.shares), np.log(self.densities))))
+            raise UserError(
+                f"keys={share}: the router is calibrated from {self.shares[0]} to {self.shares[-1]}"
+            )
+        return float(
+            np.exp(np.interp(np.log(float(share)), np.log(self.shares), np.log(self.densities)))
+        )
 
     def budget(self, share: float, num_buckets: int) -> KeyShare:
         """Returns the budget that reads a mean ``share`` of the keys."""
@@ -74,6 +87,8 @@ class KeyThresholds:
 
 
 def most_probes(share: float, num_buckets: int) -> int:
-    """Returns the number of buckets beyond which a query reads no more, a fixed number as CUDA graphs need."""
+    """Returns the number of buckets beyond which a query reads no more, a fixed number as CUDA
+    graphs need.
+    """
     most = PROBE_LIMIT_FACTOR * share * num_buckets
     return min(num_buckets, PROBES_AT_ONCE * math.ceil(most / PROBES_AT_ONCE))

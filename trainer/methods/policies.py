@@ -1,9 +1,12 @@
-"""Policies, which turn block scores into the blocks to read; the names and ranges of their keys are those of SelectConfig.
+"""Policies, which turn block scores into the blocks to read; the names and ranges of their keys are
+those of SelectConfig.
 
-``policy(scores, candidates)`` returns the blocks to read. ``scores`` are fp32 ``[B, H, Tr, Tc]``, each row a distribution over
-the visible blocks (larger in the last row of a gate). The result has the shape of the scores: a bool mask, or uint8 zooms (a
-block at zoom z is read at 1 / z of its tokens, at 0 not at all). It contains ``candidates.always`` (zoom 1) and nothing outside
-of ``candidates.visible``. Nothing here imports torch before it runs: ``--help`` shows the first lines of the classes.
+``policy(scores, candidates)`` returns the blocks to read. ``scores`` are fp32 ``[B, H, Tr, Tc]``,
+each row a distribution over the visible blocks (larger in the last row of a gate). The result has
+the shape of the scores: a bool mask, or uint8 zooms (a block at zoom z is read at 1 / z of its
+tokens, at 0 not at all). It contains ``candidates.always`` (zoom 1) and nothing outside of
+``candidates.visible``. Nothing here imports torch before it runs: ``--help`` shows the first lines
+of the classes.
 """
 
 from collections.abc import Sequence
@@ -23,7 +26,9 @@ ZOOMS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class _Policy:
-    """A policy whose fields are keys of ``select``; raises UserError for a value that SelectConfig refuses."""
+    """A policy whose fields are keys of ``select``; raises UserError for a value that SelectConfig
+    refuses.
+    """
 
     name: ClassVar[str]
 
@@ -37,7 +42,8 @@ class TopK(_Policy):
 
     Parameters
     ----------
-    sparsity : share of the causally visible blocks that is not read, from 0 to less than 1; UserError for others.
+    sparsity : share of the causally visible blocks that is not read, from 0 to less than 1;
+    UserError for others.
     """
 
     name = "topk"
@@ -51,10 +57,11 @@ class TopK(_Policy):
 class Calibrated:
     """Selects part of each row's top-k share, and blocks above a threshold.
 
-    ``floor`` is this part, as a share of the visible blocks. The threshold of a row with ``v`` visible blocks is ``scale * v **
-    exponent * (1 - above / v) ** edge_exponent``, with the layer's parameters (:mod:`msattn.trainer.methods.thresholds`), so
-    ``select.sparsity`` is the mean over the rows and heads of a layer. It depends only on the row, so prompts that are read in
-    chunks select the same blocks.
+    ``floor`` is this part, as a share of the visible blocks. The threshold of a row with ``v``
+    visible blocks is ``scale * v ** exponent * (1 - above / v) ** edge_exponent``, with the layer's
+    parameters (:mod:`msattn.trainer.methods.thresholds`), so ``select.sparsity`` is the mean over
+    the rows and heads of a layer. It depends only on the row, so prompts that are read in chunks
+    select the same blocks.
     """
 
     name = "calibrated"
@@ -65,7 +72,11 @@ class Calibrated:
     above: float
 
     def __call__(self, scores: "Tensor", candidates: "Candidates") -> "Tensor":
-        limit = {"exponent": self.exponent, "edge_exponent": self.edge_exponent, "above": self.above}
+        limit = {
+            "exponent": self.exponent,
+            "edge_exponent": self.edge_exponent,
+            "above": self.above,
+        }
         return candidates.best(scores, candidates.share(self.floor), threshold=self.scale, **limit)
 
 
@@ -97,7 +108,9 @@ class Nucleus(_Policy):
 
 @dataclass(frozen=True)
 class TokenBudget(_Policy):
-    """Selects the best blocks of each row, of ``block_size`` keys each, that together hold ``tokens`` keys."""
+    """Selects the best blocks of each row, of ``block_size`` keys each, that together hold
+    ``tokens`` keys.
+    """
 
     name = "token_budget"
     tokens: int
@@ -126,9 +139,12 @@ class Multiscale(_Policy):
         import torch
 
         zooms = torch.zeros_like(scores, dtype=torch.uint8)
-        for end, zoom in reversed([*zip(accumulate(self.shares), ZOOMS, strict=True)]):  # finer zooms overwrite coarser ones
+        # finer zooms overwrite coarser ones
+        for end, zoom in reversed([*zip(accumulate(self.shares), ZOOMS, strict=True)]):
             zooms.masked_fill_(candidates.best(scores, candidates.share(end)), zoom)
         return zooms
 
 
-BY_NAME: dict[str, Any] = {kind.name: kind for kind in (TopK, Calibrated, Threshold, Nucleus, TokenBudget, Multiscale)}
+BY_NAME: dict[str, Any] = {
+    kind.name: kind for kind in (TopK, Calibrated, Threshold, Nucleus, TokenBudget, Multiscale)
+}

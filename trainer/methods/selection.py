@@ -1,8 +1,10 @@
-"""Selection of the key blocks that a layer reads: a scorer, a policy, and the blocks that are always read.
+"""Selection of the key blocks that a layer reads: a scorer, a policy, and the blocks that are
+always read.
 
-A scorer gives each row block of a layer scores from 0 to 1, which are 0 outside of the causally visible blocks. A policy turns
-them into a block mask for ``block_sparse_attention``, or a zoom map for ``multiscale_attention``. Trained gates and baselines
-share this interface. Nothing here synchronizes with the device.
+A scorer gives each row block of a layer scores from 0 to 1, which are 0 outside of the causally
+visible blocks. A policy turns them into a block mask for ``block_sparse_attention``, or a zoom map
+for ``multiscale_attention``. Trained gates and baselines share this interface. Nothing here
+synchronizes with the device.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -37,11 +39,14 @@ class Selection:
 
     Attributes
     ----------
-    policy : one policy for all layers, or a sequence with one for each layer: block scores and candidates in, the blocks to
-        read out, e.g. :class:`~msattn.trainer.methods.policies.TopK`. :meth:`from_config` makes it from a configuration.
+    policy : one policy for all layers, or a sequence with one for each layer: block scores and
+    candidates in, the blocks to
+        read out, e.g. :class:`~msattn.trainer.methods.policies.TopK`. :meth:`from_config` makes it
+        from a configuration.
     scorer : source of the block scores.
-    always : blocks that every row reads. They and the row's own (diagonal) block count towards the policy's share.
-    earlier : policy of the chunks of a prompt before its last, if their scores have thresholds of their own; None: ``policy``.
+    always : blocks that every row reads. They and the row's own (diagonal) block count towards the
+    policy's share. earlier : policy of the chunks of a prompt before its last, if their scores have
+    thresholds of their own; None: ``policy``.
     """
 
     policy: Policy | Sequence[Policy]
@@ -74,15 +79,21 @@ class Selection:
     ) -> "Selection":
         """Builds the selection that ``select.*`` describes.
 
-        Gate scores need a ``gate`` (:class:`~msattn.trainer.methods.gate.attn_gate.Gate`); the scores ``a_shape`` need the
-        ``scorer`` from ``measure_spans``. In other cases ``scorer`` replaces the one named by ``cfg.scores``. The policy
-        ``calibrated`` uses ``thresholds`` from ``calibrate_blocks``, or those of the gate. Raises UserError if one of these is
-        missing, or if the thresholds were measured with other always-read blocks, or for the policy ``multiscale`` over blocks
-        of fewer keys than queries.
+        Gate scores need a ``gate`` (:class:`~msattn.trainer.methods.gate.attn_gate.Gate`); the
+        scores ``a_shape`` need the ``scorer`` from ``measure_spans``. In other cases ``scorer``
+        replaces the one named by ``cfg.scores``. The policy ``calibrated`` uses ``thresholds`` from
+        ``calibrate_blocks``, or those of the gate. Raises UserError if one of these is missing, or
+        if the thresholds were measured with other always-read blocks, or for the policy
+        ``multiscale`` over blocks of fewer keys than queries.
         """
         scorer = scorer or _scorer(cfg, gate)
         equal = "expected another policy for blocks of fewer keys than queries"
-        require(cfg.policy != "multiscale" or scorer.sizes.ratio == 1, "select.policy", cfg.policy, equal)
+        require(
+            cfg.policy != "multiscale" or scorer.sizes.ratio == 1,
+            "select.policy",
+            cfg.policy,
+            equal,
+        )
         recorded = gate.always if cfg.by_gate and gate is not None else SINK_AND_LOCAL
         always = always_read(cfg, recorded)
         if cfg.policy != "calibrated":
@@ -91,8 +102,15 @@ class Selection:
         if thresholds is None and cfg.by_gate and gate is not None:
             _check_always(always, recorded)
             thresholds = of_gate.get(cfg.scores)
-        earlier = _calibrated(cfg, always, scorer.sizes, of_gate["gate"]) if "gate" in of_gate else None
-        return cls(_calibrated(cfg, always, scorer.sizes, thresholds), scorer, always._replace(short_rows=SHORT_ROWS), earlier)
+        earlier = (
+            _calibrated(cfg, always, scorer.sizes, of_gate["gate"]) if "gate" in of_gate else None
+        )
+        return cls(
+            _calibrated(cfg, always, scorer.sizes, thresholds),
+            scorer,
+            always._replace(short_rows=SHORT_ROWS),
+            earlier,
+        )
 
     def blocks(self, x: LayerInputs) -> Tensor:
         """Returns the blocks of a layer to read, a mask or zooms ``[B, Hq | Hkv, Tr, Tc]``.
@@ -103,10 +121,18 @@ class Selection:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _parts(self, x: LayerInputs) -> Iterator[LayerInputs]:
-        """Yields the inputs of as many heads at a time as have scores of at most ``SCORE_BYTES``, or those of all heads."""
-        kv_heads, scored = x.k.shape[1], 4 * len(x.q) * x.q.shape[1] * -(-x.num_queries // self.sizes.queries)
+        """Yields the inputs of as many heads at a time as have scores of at most ``SCORE_BYTES``,
+        or those of all heads.
+        """
+        kv_heads, scored = (
+            x.k.shape[1],
+            4 * len(x.q) * x.q.shape[1] * -(-x.num_queries // self.sizes.queries),
+        )
         scored *= -(-x.num_keys // self.sizes.keys)
-        number = next((n for n in range(1, kv_heads) if kv_heads % n == 0 and scored <= n * SCORE_BYTES), kv_heads)
+        number = next(
+            (n for n in range(1, kv_heads) if kv_heads % n == 0 and scored <= n * SCORE_BYTES),
+            kv_heads,
+        )
         if self.gate is None or number == 1:  # other scores are not computed by head
             yield x
             return
@@ -114,7 +140,9 @@ class Selection:
             yield x.of_heads(slice(first, first + kv_heads // number))
 
     def choose(self, scores: Tensor, x: LayerInputs) -> Tensor:
-        """Returns the result of :meth:`blocks` for given scores, so that several policies can share them."""
+        """Returns the result of :meth:`blocks` for given scores, so that several policies can share
+        them.
+        """
         policy = self.policy if x.ends_prompt or self.earlier is None else self.earlier
         policy = policy[x.layer] if isinstance(policy, Sequence) else policy
         return policy(scores, self.candidates(x))
@@ -128,10 +156,17 @@ class Selection:
 def _scorer(cfg: SelectConfig, gate: Any) -> Scorer:
     if not cfg.by_gate:
         scorer = untrained_scorer(cfg.scores)
-        return scorer(**{item.name: getattr(cfg, item.name) for item in fields(scorer) if hasattr(cfg, item.name)})
+        return scorer(
+            **{
+                item.name: getattr(cfg, item.name)
+                for item in fields(scorer)
+                if hasattr(cfg, item.name)
+            }
+        )
     if gate is None:
         raise UserError(
-            f"select.scores={cfg.scores}: needs a gate artifact; run msattn train-gate, or choose the scores of a baseline"
+            f"select.scores={cfg.scores}: needs a gate artifact; run msattn train-gate, or choose "
+            f"the scores of a baseline"
         )
     return replace(gate.scorer(cfg.scores), last_block=cfg.last_block)
 
@@ -146,7 +181,8 @@ def _check_always(asked: AlwaysRead, recorded: AlwaysRead) -> None:
     for key in OWN_ALWAYS:
         if getattr(asked, key) != getattr(recorded, key):
             raise UserError(
-                f"select.{key}={getattr(asked, key)}: the gate was calibrated with {getattr(recorded, key)}; "
+                f"select.{key}={getattr(asked, key)}: the gate was calibrated with "
+                f"{getattr(recorded, key)}; "
                 "select.policy=topk accepts any number"
             )
 
@@ -156,25 +192,41 @@ def _policy(cfg: SelectConfig, sizes: BlockSizes) -> Policy:
     return kind(**{item.name: values[item.name] for item in fields(kind)})
 
 
-def _calibrated(cfg: SelectConfig, always: AlwaysRead, sizes: BlockSizes, table: BlockThresholds | None) -> list[Policy]:
+def _calibrated(
+    cfg: SelectConfig, always: AlwaysRead, sizes: BlockSizes, table: BlockThresholds | None
+) -> list[Policy]:
     assert cfg.sparsity is not None
     if table is None:
-        raise UserError(f"select.policy=calibrated: needs calibrated thresholds of select.scores={cfg.scores}; topk needs none")
+        raise UserError(
+            f"select.policy=calibrated: needs calibrated thresholds of "
+            f"select.scores={cfg.scores}; topk needs none"
+        )
     if cfg.sparsity > table.sparsities[-1]:
-        raise UserError(f"select.sparsity={cfg.sparsity}: {cfg.scores} is calibrated up to {table.sparsities[-1]}")
+        raise UserError(
+            f"select.sparsity={cfg.sparsity}: {cfg.scores} is calibrated up to "
+            f"{table.sparsities[-1]}"
+        )
     share = 1 - cfg.sparsity
     above = shortest_row(cfg.sparsity, always, sizes)
     found = [table.row_threshold(layer, cfg.sparsity) for layer in range(len(table.layers))]
     top_k = TopK(sparsity=cfg.sparsity)
-    return [top_k if each is None else Calibrated(share * table.floor, *each, above) for each in found]
+    return [
+        top_k if each is None else Calibrated(share * table.floor, *each, above) for each in found
+    ]
 
 
 def selected_attention(x: LayerInputs, selected: Tensor, sizes: BlockSizes) -> SparseAttention:
     """Computes the attention of a layer over the selected blocks.
 
-    ``selected [B | 1, Hq | Hkv | 1, Tr, Tc]`` is a bool block mask for ``block_sparse_attention``, or uint8 zooms for
-    ``multiscale_attention``.
+    ``selected [B | 1, Hq | Hkv | 1, Tr, Tc]`` is a bool block mask for ``block_sparse_attention``,
+    or uint8 zooms for ``multiscale_attention``.
     """
     if selected.dtype == torch.bool:
-        return with_sinks(x, block_sparse_attention(x.q, x.k, x.v, selected, **sizes.arguments, **score_options(x)))
-    return with_sinks(x, multiscale_attention(x.q, x.k, x.v, selected, block_size=sizes.queries, **score_options(x)))
+        return with_sinks(
+            x,
+            block_sparse_attention(x.q, x.k, x.v, selected, **sizes.arguments, **score_options(x)),
+        )
+    return with_sinks(
+        x,
+        multiscale_attention(x.q, x.k, x.v, selected, block_size=sizes.queries, **score_options(x)),
+    )

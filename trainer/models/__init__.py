@@ -1,7 +1,8 @@
 """The frozen model: loading, supported families, RoPE, and access to each layer's attention.
 
-Import functions for loading, configuration and devices from here; import :mod:`~msattn.trainer.models.tap`,
-:mod:`~msattn.trainer.models.rope` and the other modules directly. Nothing here depends on gates or buckets.
+Import functions for loading, configuration and devices from here; import
+:mod:`~msattn.trainer.models.tap`, :mod:`~msattn.trainer.models.rope` and the other modules
+directly. Nothing here depends on gates or buckets.
 """
 # ruff: noqa: F401 (names for import from here)
 

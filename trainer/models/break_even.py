@@ -6,19 +6,24 @@ from typing import NamedTuple
 
 import torch
 
-# Compute capability (0: a CPU) -> sparsity -> prompt length in tokens from which a forward pass with gates, selection included,
-# is faster than the fastest dense one. Measured by `msattn eval eval=latency`: on GPUs with a model of Llama-3.1-8B's shape,
-# on a CPU with the embedded model.
+# Compute capability (0: a CPU) -> sparsity -> prompt length in tokens from which a forward pass
+# with gates, selection included, is faster than the fastest dense one. Measured by
+# `msattn eval eval=latency`: on GPUs with a model of Llama-3.1-8B's shape, on a CPU with the
+# embedded model.
 BREAK_EVEN: dict[int, dict[float, int]] = {
-    0: {0.8: 4096},  # 2026-11-27, one thread, 4096 tokens: 0.78 of the dense time at 0.8, 1.2 at 0.5
-    # 0.8: one H200, 2026-11-26. 0.5: that of 0.8, longer by the ratio on one H100 (6371 and 5539). 0.9: one H200, 8 layers,
+    # 2026-11-27, one thread, 4096 tokens: 0.78 of the dense time at 0.8, 1.2 at 0.5
+    0: {0.8: 4096},
+    # 0.8: one H200, 2026-11-26. 0.5: that of 0.8, longer by the ratio on one H100 (6371 and 5539).
+    #   0.9: one H200, 8 layers,
     # 2026-11-27.
     90: {0.5: 7700, 0.8: 6700, 0.9: 3900},
 }
 
 
 class DecodingCost(NamedTuple):
-    """Cost of routed decoding in a layer, in bytes of keys and values that dense attention reads in the same time."""
+    """Cost of routed decoding in a layer, in bytes of keys and values that dense attention reads in
+    the same time.
+    """
 
     overhead: float  # cost per step: choosing buckets, launching kernels
     overhead_of_row: float  # cost per sequence of the batch
@@ -32,22 +37,27 @@ DECODING_COST: dict[int, DecodingCost] = {
 
 
 def prefill_break_even(sparsity: float, device: torch.device) -> int:
-    """Returns the prompt length in tokens from which prefill with gates at ``sparsity`` beats dense attention.
+    """Returns the prompt length in tokens from which prefill with gates at ``sparsity`` beats dense
+    attention.
 
-    Uses the measurement at the nearest sparsity that is not higher; if there is none, returns ``sys.maxsize``. Returns 0 on
-    GPUs older than the measured ones.
+    Uses the measurement at the nearest sparsity that is not higher; if there is none, returns
+    ``sys.maxsize``. Returns 0 on GPUs older than the measured ones.
     """
     measured = BREAK_EVEN.get(_measured_device(device, tuple(BREAK_EVEN)))
     if measured is None:
         return 0
-    return min((tokens for lower, tokens in measured.items() if lower <= sparsity), default=sys.maxsize)
+    return min(
+        (tokens for lower, tokens in measured.items() if lower <= sparsity), default=sys.maxsize
+    )
 
 
-def decoding_break_even(device: torch.device, key_bytes: int, window: int, share: float, batch: int) -> int:
+def decoding_break_even(
+    device: torch.device, key_bytes: int, window: int, share: float, batch: int
+) -> int:
     """Returns the number of keys of each sequence from which routed decoding beats dense attention.
 
-    A key and its value take ``key_bytes`` in all heads of a layer. The ``window`` is always read, and a ``share`` of the
-    buckets.
+    A key and its value take ``key_bytes`` in all heads of a layer. The ``window`` is always read,
+    and a ``share`` of the buckets.
     """
     cost = DECODING_COST.get(_measured_device(device, tuple(DECODING_COST)))
     if cost is None:
@@ -60,7 +70,9 @@ def decoding_break_even(device: torch.device, key_bytes: int, window: int, share
 
 
 def _measured_device(device: torch.device, measured: tuple[int, ...]) -> int:
-    """Returns the largest of the ``measured`` compute capabilities that the device has; 0 for a CPU, -1 for none."""
+    """Returns the largest of the ``measured`` compute capabilities that the device has; 0 for a
+    CPU, -1 for none.
+    """
     if device.type != "cuda":
         return 0
     major, minor = torch.cuda.get_device_capability(device)

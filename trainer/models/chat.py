@@ -12,28 +12,39 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Messages = list[dict[str, str]]  # each with the keys role and content
-MARK = "\u2063msattn\u2063"  # stands for a message whose surroundings are wanted; invisible separators occur in no template
+# stands for a message whose surroundings are wanted; invisible separators occur in no template
+MARK = "\u2063msattn\u2063"
 
 
-def encode_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str | Messages, chat: bool | None) -> Tensor:
-    """Returns the tokens of a prompt, int64 ``[1, N]``: a text, or messages, which always need a chat template.
+def encode_prompt(
+    tokenizer: "PreTrainedTokenizerBase", prompt: str | Messages, chat: bool | None
+) -> Tensor:
+    """Returns the tokens of a prompt, int64 ``[1, N]``: a text, or messages, which always need a
+    chat template.
 
-    ``chat`` makes a text a user message; None does so if the tokenizer has a chat template. Raises UserError if there is no
-    chat template, if the template or the tokenizer refuses the messages, or if no tokens result.
+    ``chat`` makes a text a user message; None does so if the tokenizer has a chat template. Raises
+    UserError if there is no chat template, if the template or the tokenizer refuses the messages,
+    or if no tokens result.
     """
     if isinstance(prompt, str):
         if not uses_chat(tokenizer, chat):
             return torch.tensor([_tokens(tokenizer, prompt)])
         prompt = [{"role": "user", "content": prompt}]
     elif tokenizer.chat_template is None:
-        raise UserError("messages: the tokenizer has no chat template; give a prompt as text instead")
+        raise UserError(
+            "messages: the tokenizer has no chat template; give a prompt as text instead"
+        )
     return torch.tensor([_tokens(tokenizer, _render(tokenizer, prompt), add_special_tokens=False)])
 
 
-def encode_conversation(tokenizer: "PreTrainedTokenizerBase", messages: Messages, chat: bool | None) -> Tensor:
-    """Returns the tokens of a conversation that ends with a user message, int64 ``[1, N]``, like :func:`encode_prompt`.
+def encode_conversation(
+    tokenizer: "PreTrainedTokenizerBase", messages: Messages, chat: bool | None
+) -> Tensor:
+    """Returns the tokens of a conversation that ends with a user message, int64 ``[1, N]``, like
+    :func:`encode_prompt`.
 
-    Without a chat template the model continues text: answers directly follow messages, and blank lines separate turns.
+    Without a chat template the model continues text: answers directly follow messages, and blank
+    lines separate turns.
     """
     if uses_chat(tokenizer, chat):
         return encode_prompt(tokenizer, messages, chat)
@@ -45,17 +56,25 @@ def encode_conversation(tokenizer: "PreTrainedTokenizerBase", messages: Messages
     return encode_prompt(tokenizer, "\n\n".join(turns), chat)
 
 
-def around_prompt(tokenizer: "PreTrainedTokenizerBase", chat: bool | None) -> tuple[list[int], list[int]]:
-    """Returns the tokens before and after the text of a prompt; without a chat template there are none after it."""
+def around_prompt(
+    tokenizer: "PreTrainedTokenizerBase", chat: bool | None
+) -> tuple[list[int], list[int]]:
+    """Returns the tokens before and after the text of a prompt; without a chat template there are
+    none after it.
+    """
     if not uses_chat(tokenizer, chat):
         return list(tokenizer("").input_ids), []
     before, _, after = _render(tokenizer, [{"role": "user", "content": MARK}]).partition(MARK)
-    first, last = (list(tokenizer(part, add_special_tokens=False).input_ids) for part in (before, after))
+    first, last = (
+        list(tokenizer(part, add_special_tokens=False).input_ids) for part in (before, after)
+    )
     return first, last
 
 
 def answer_end(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Returns the token that the chat template writes after an answer; none without one that is no ordinary text."""
+    """Returns the token that the chat template writes after an answer; none without one that is no
+    ordinary text.
+    """
     if tokenizer.chat_template is None:
         return []
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
@@ -63,9 +82,15 @@ def answer_end(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     def after_answer() -> list[int]:
         try:
             text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-        except Exception:  # a template that takes no answers; for other messages it is refused where they are
+        except (
+            Exception
+        ):  # a template that takes no answers; for other messages it is refused where they are
             return []
-        tokens = tokenizer(text.rpartition(MARK)[2].lstrip(), add_special_tokens=False).input_ids if MARK in text else []
+        tokens = (
+            tokenizer(text.rpartition(MARK)[2].lstrip(), add_special_tokens=False).input_ids
+            if MARK in text
+            else []
+        )
         return [token for token in tokens[:1] if token in tokenizer.added_tokens_decoder]
 
     try:
@@ -77,7 +102,10 @@ def answer_end(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
 
 def common_prefix(a: list[int], b: list[int]) -> int:
     """Returns the number of first tokens that are equal."""
-    return next((i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other), min(len(a), len(b)))
+    return next(
+        (i for i, (one, other) in enumerate(zip(a, b, strict=False)) if one != other),
+        min(len(a), len(b)),
+    )
 
 
 def uses_chat(tokenizer: "PreTrainedTokenizerBase", chat: bool | None) -> bool:
@@ -87,15 +115,22 @@ def uses_chat(tokenizer: "PreTrainedTokenizerBase", chat: bool | None) -> bool:
 
 def _render(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> str:
     if tokenizer.chat_template is None:
-        raise UserError("chat: the tokenizer has no chat template; chat=false sends prompts unchanged")
+        raise UserError(
+            "chat: the tokenizer has no chat template; chat=false sends prompts unchanged"
+        )
     return limited(
-        lambda: str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)),
+        lambda: str(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ),
         "messages: the model's chat template refuses them",
     )
 
 
 def _tokens(tokenizer: "PreTrainedTokenizerBase", text: str, **options: bool) -> list[int]:
-    tokens = limited(lambda: list(tokenizer(text, **options).input_ids), "prompt: the model's tokenizer refuses it")
+    tokens = limited(
+        lambda: list(tokenizer(text, **options).input_ids),
+        "prompt: the model's tokenizer refuses it",
+    )
     if not tokens:
         raise UserError("prompt: the model's tokenizer returns no token for it")
     return tokens

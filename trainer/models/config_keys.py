@@ -1,7 +1,7 @@
 """Accepted values of the keys of ``config.json``.
 
-transformers accepts absurd values, including some that give NaN. The keys of all families share one class, because a name has
-the same meaning in each family. Defaults are transformers' own.
+transformers accepts absurd values, including some that give NaN. The keys of all families share one
+class, because a name has the same meaning in each family. Defaults are transformers' own.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,27 @@ Positive = Annotated[float, Interval(gt=0, le=1e6)]
 Share = Annotated[float, Interval(ge=0, le=1)]
 Experts = Annotated[int, Interval(ge=1, le=4096)]
 FileName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$", max_length=255)]
-Activation = Literal["silu", "swish", "gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "relu2"]
+Activation = Literal[
+    "silu",
+    "swish",
+    "gelu",
+    "gelu_fast",
+    "gelu_new",
+    "gelu_pytorch_tanh",
+    "quick_gelu",
+    "relu",
+    "relu2",
+]
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Parameters of RoPE; :func:`msattn.trainer.models.families.check_supported` checks the type. Defaults depend on it."""
+    """Parameters of RoPE; :func:`msattn.trainer.models.families.check_supported` checks the type.
+    Defaults depend on it.
+    """
 
-    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}  # a key that is ignored could mean other angles
+    # a key that is ignored could mean other angles
+    __pydantic_config__: ClassVar[Any] = {"extra": "forbid"}
     rope_type: str = "default"
     type: str = "default"  # in older files
     rope_theta: Base = 1e4
@@ -44,9 +57,11 @@ class Rope:
     short_factor: list[Positive] | None = None
     long_factor: list[Positive] | None = None
     alpha: Annotated[float, Interval(ge=1, le=1e6)] | None = None  # Hunyuan
-    llama_4_scaling_beta: Annotated[float, Interval(ge=0, le=100)] | None = None  # Ministral 3, like the next one
+    # Ministral 3, like the next one
+    llama_4_scaling_beta: Annotated[float, Interval(ge=0, le=100)] | None = None
     max_position_embeddings: Positions | None = None
-    mrope_section: list[Size] | None = None  # for models with images; text has equal positions in all sections
+    # for models with images; text has equal positions in all sections
+    mrope_section: list[Size] | None = None
     mrope_interleaved: bool = False
     finetuned: bool = False  # a note
 
@@ -105,8 +120,14 @@ class Architecture:
     hidden_size_per_layer_input: Annotated[int, Interval(ge=0, le=2**20)] = 256
     vocab_size_per_layer_input: Vocabulary | None = None
     # Layers that attend within windows and chunks, and what is done to their scores.
-    layer_types: list[Literal["full_attention", "sliding_attention", "chunked_attention", "linear_attention"]] | None = None
-    full_attention_interval: Annotated[int, Interval(ge=1, le=1024)] = 4  # every n-th layer; the others are linear attention
+    layer_types: (
+        list[
+            Literal["full_attention", "sliding_attention", "chunked_attention", "linear_attention"]
+        ]
+        | None
+    ) = None
+    # every n-th layer; the others are linear attention
+    full_attention_interval: Annotated[int, Interval(ge=1, le=1024)] = 4
     linear_conv_kernel_dim: Annotated[int, Interval(ge=1, le=1024)] = 4
     linear_num_key_heads: Annotated[int, Interval(ge=1, le=4096)] = 16
     linear_num_value_heads: Annotated[int, Interval(ge=1, le=4096)] = 32
@@ -148,15 +169,26 @@ class Architecture:
 
     def __post_init__(self) -> None:
         if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
-            raise ValueError(f"pad_token_id={self.pad_token_id} is not below vocab_size={self.vocab_size}")
-        if self.vocab_size_per_layer_input is not None and self.vocab_size_per_layer_input < self.vocab_size:
             raise ValueError(
-                f"vocab_size_per_layer_input={self.vocab_size_per_layer_input} is below vocab_size={self.vocab_size}"
+                f"pad_token_id={self.pad_token_id} is not below vocab_size={self.vocab_size}"
+            )
+        if (
+            self.vocab_size_per_layer_input is not None
+            and self.vocab_size_per_layer_input < self.vocab_size
+        ):
+            raise ValueError(
+                f"vocab_size_per_layer_input={self.vocab_size_per_layer_input} is below "
+                f"vocab_size={self.vocab_size}"
             )
         if self.no_rope_layers is not None and len(self.no_rope_layers) != self.num_hidden_layers:
-            raise ValueError(f"no_rope_layers has {len(self.no_rope_layers)} numbers for {self.num_hidden_layers} layers")
+            raise ValueError(
+                f"no_rope_layers has {len(self.no_rope_layers)} numbers for "
+                f"{self.num_hidden_layers} layers"
+            )
         experts = self.num_local_experts or self.num_experts or self.n_routed_experts
         for key in ("num_experts_per_tok", "moe_topk"):
             used = getattr(self, key)
-            if experts is not None and any(each > experts for each in (used if isinstance(used, list) else [used or 0])):
+            if experts is not None and any(
+                each > experts for each in (used if isinstance(used, list) else [used or 0])
+            ):
                 raise ValueError(f"{key}={used}: there are {experts} experts")

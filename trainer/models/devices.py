@@ -16,16 +16,24 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def resolve_device(device: str) -> torch.device:
-    """Returns the device; ``auto`` is CUDA if available. Under ``torchrun`` each rank gets its own GPU."""
+    """Returns the device; ``auto`` is CUDA if available. Under ``torchrun`` each rank gets its own
+    GPU.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("device=cuda: PyTorch sees no CUDA GPU; use device=cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if device == "cuda" else torch.device(device)
+    return (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        if device == "cuda"
+        else torch.device(device)
+    )
 
 
 def compute_devices(model: "nn.Module") -> list[torch.device]:
-    """Returns the devices on which ``model`` computes, in the order of its weights, even if these are offloaded."""
+    """Returns the devices on which ``model`` computes, in the order of its weights, even if these
+    are offloaded.
+    """
     found = dict.fromkeys(tensor.device for tensor in chain(model.parameters(), model.buffers()))
     return [device for device in found if device.type != "meta"]
 
@@ -35,5 +43,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if dtype not in DTYPES:
-        raise UserError(f"dtype={dtype}: expected auto, {', '.join(DTYPES)}{nearest(dtype, list(DTYPES))}")
+        raise UserError(
+            f"dtype={dtype}: expected auto, {', '.join(DTYPES)}{nearest(dtype, list(DTYPES))}"
+        )
     return DTYPES[dtype]

@@ -1,7 +1,7 @@
 """The tokens that end a text: one set for each loaded model, whatever file names them.
 
-Fine-tuned and converted checkpoints often name one in ``config.json`` and another one in the tokenizer, and their chat template
-ends answers with a third.
+Fine-tuned and converted checkpoints often name one in ``config.json`` and another one in the
+tokenizer, and their chat template ends answers with a third.
 """
 
 from collections.abc import Iterable
@@ -14,23 +14,30 @@ if TYPE_CHECKING:
 
 
 def end_tokens(model: "PreTrainedModel") -> list[int]:
-    """Returns the tokens after which a model stops: those of its generation configuration, ascending."""
+    """Returns the tokens after which a model stops: those of its generation configuration,
+    ascending.
+    """
     return sorted(_listed(getattr(model.generation_config, "eos_token_id", None)))
 
 
 def unite_end_tokens(
-    config: "PreTrainedConfig", generation: Any, tokenizer: "PreTrainedTokenizerBase", of_template: Iterable[int]
+    config: "PreTrainedConfig",
+    generation: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    of_template: Iterable[int],
 ) -> None:
-    """Lets generation stop at the end tokens of a model's configurations, its tokenizer and its chat template.
+    """Lets generation stop at the end tokens of a model's configurations, its tokenizer and its
+    chat template.
 
-    Those of the template are ``of_template``. A tokenizer without one gets the first of all. ``generation`` is the model's
-    generation configuration, or None.
+    Those of the template are ``of_template``. A tokenizer without one gets the first of all.
+    ``generation`` is the model's generation configuration, or None.
     """
     config = text_config(config)
     # Models with code of their own may lack it.
     of_configs = (getattr(each, "eos_token_id", None) for each in (generation, config))
     named = (*of_configs, tokenizer.eos_token_id, *of_template)
-    found = [token for each in named for token in _listed(each) if 0 <= token < config.vocab_size]  # -1 in old files: none
+    # -1 in old files: none
+    found = [token for each in named for token in _listed(each) if 0 <= token < config.vocab_size]
     ends = sorted({*found})
     if generation is not None:
         generation.eos_token_id = ends[0] if len(ends) == 1 else ends or None

@@ -1,4 +1,6 @@
-"""Fingerprint of a model: shape, RoPE parameters, and hashes of configuration, weights and tokenizer."""
+"""Fingerprint of a model: shape, RoPE parameters, and hashes of configuration, weights and
+tokenizer.
+"""
 
 import hashlib
 import json
@@ -13,7 +15,8 @@ from msattn.trainer.models.families import decoder, family_of, rope_parameters, 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-HASHED_KEYS = (  # the keys that q, k and v depend on in all families and that every version of transformers writes
+# the keys that q, k and v depend on in all families and that every version of transformers writes
+HASHED_KEYS = (
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "hidden_act", "rms_norm_eps"),
     *("attention_bias", "tie_word_embeddings"),
 )
@@ -21,28 +24,46 @@ SAMPLE_SIZE = 4096  # values of each sampled tensor that are hashed
 
 
 def fingerprint(
-    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None" = None, *, id: str = "", revision: str | None = None
+    model: "PreTrainedModel",
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
+    *,
+    id: str = "",
+    revision: str | None = None,
 ) -> dict[str, Any]:
     """Returns the fields that identify a model in a manifest.
 
-    The ``weights_hash`` is of sampled values, independent of the dtype in which the checkpoint is loaded; None for quantized or
-    offloaded weights. The ``tokenizer_hash`` is None without a tokenizer.
+    The ``weights_hash`` is of sampled values, independent of the dtype in which the checkpoint is
+    loaded; None for quantized or offloaded weights. The ``tokenizer_hash`` is None without a
+    tokenizer.
     """
     fields = config_fingerprint(model.config, id=id, revision=revision)
-    tokens = None if tokenizer is None else _hash(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode())
+    tokens = (
+        None
+        if tokenizer is None
+        else _hash(json.dumps(tokenizer.get_vocab(), sort_keys=True).encode())
+    )
     return fields | {"weights_hash": _weights_hash(model), "tokenizer_hash": tokens}
 
 
-def config_fingerprint(config: "PreTrainedConfig", *, id: str = "", revision: str | None = None) -> dict[str, Any]:
-    """Returns the :func:`fingerprint` of a model with unknown weights and tokenizer, whose hashes are None."""
+def config_fingerprint(
+    config: "PreTrainedConfig", *, id: str = "", revision: str | None = None
+) -> dict[str, Any]:
+    """Returns the :func:`fingerprint` of a model with unknown weights and tokenizer, whose hashes
+    are None.
+    """
     config = text_config(config)
     hashed = {key: getattr(config, key, None) for key in (*HASHED_KEYS, *family_of(config).hashed)}
-    hashed["rms_norm_eps"] = float(f"{hashed['rms_norm_eps']:.6g}")  # GGUF files have it in single precision
+    # GGUF files have it in single precision
+    hashed["rms_norm_eps"] = float(f"{hashed['rms_norm_eps']:.6g}")
     return {
         "id": id,
         "revision": revision,
         **shape(config),
-        "rope": {key: value for key, value in sorted(rope_parameters(config).items()) if value is not None},
+        "rope": {
+            key: value
+            for key, value in sorted(rope_parameters(config).items())
+            if value is not None
+        },
         "config_hash": _hash(json.dumps(hashed, sort_keys=True).encode()),
         "weights_hash": None,
         "tokenizer_hash": None,
@@ -51,22 +72,29 @@ def config_fingerprint(config: "PreTrainedConfig", *, id: str = "", revision: st
 
 def _weights_hash(model: "PreTrainedModel") -> str | None:
     base = decoder(model)
-    attending = [layer for layer in base.layers if hasattr(layer, "self_attn")]  # others are linear attention
+    # others are linear attention
+    attending = [layer for layer in base.layers if hasattr(layer, "self_attn")]
     layers = [attending[i] for i in sorted({0, len(attending) // 2, len(attending) - 1})]
     projections = [module for layer in layers for module in _projections(layer)]
-    weights: list[Any] = [getattr(module, "weight", None) for module in (base.embed_tokens, *projections, base.norm)]
+    weights: list[Any] = [
+        getattr(module, "weight", None) for module in (base.embed_tokens, *projections, base.norm)
+    ]
     return _hash(*map(_sample, weights)) if all(map(has_values, weights)) else None
 
 
 def _projections(layer: Any) -> tuple[Any, Any]:
-    """Returns two projections of a layer: that of the queries, and that of the MLP (with experts, of the attention output)."""
+    """Returns two projections of a layer: that of the queries, and that of the MLP (with experts,
+    of the attention output).
+    """
     attention, mlp = layer.self_attn, getattr(layer, "mlp", None)
     queries = attention.q_proj if hasattr(attention, "q_proj") else attention.qkv_proj
     return queries, mlp.down_proj if hasattr(mlp, "down_proj") else attention.o_proj
 
 
 def has_values(weight: Any) -> bool:
-    """Returns False for weights of quantized modules (none, a method, or a tensor subclass) and for offloaded ones."""
+    """Returns False for weights of quantized modules (none, a method, or a tensor subclass) and for
+    offloaded ones.
+    """
     return type(weight) in (Tensor, Parameter) and weight.is_floating_point() and not weight.is_meta
 
 

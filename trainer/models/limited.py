@@ -1,4 +1,6 @@
-"""Calls in a child process with limits of time and memory, such as those of a model's chat template."""
+"""Calls in a child process with limits of time and memory, such as those of a model's chat
+template.
+"""
 
 import faulthandler
 import multiprocessing
@@ -21,10 +23,12 @@ Result = TypeVar("Result")
 
 
 def limited(call: Callable[[], Result], where: str) -> Result:
-    """Returns ``call()``, computed in a forked copy of this process. The result is pickled; other effects are lost.
+    """Returns ``call()``, computed in a forked copy of this process. The result is pickled; other
+    effects are lost.
 
-    Libraries raise many kinds of errors for damaged files, or abort the process. Here each of them becomes a UserError,
-    ``where`` with the reason in parentheses. So does exceeding :data:`SECONDS`, :data:`WAIT` or :data:`BYTES`.
+    Libraries raise many kinds of errors for damaged files, or abort the process. Here each of them
+    becomes a UserError, ``where`` with the reason in parentheses. So does exceeding
+    :data:`SECONDS`, :data:`WAIT` or :data:`BYTES`.
     """
     forks = multiprocessing.get_context("fork")
     receiver, sender = forks.Pipe(duplex=False)
@@ -55,7 +59,8 @@ def limited(call: Callable[[], Result], where: str) -> Result:
 def _answer(call: Callable[[], Any], sender: Connection) -> None:
     """Sends the result of ``call``, or the reason why there is none."""
     faulthandler.disable()
-    os.environ["RAYON_NUM_THREADS"] = "1"  # on many cores the threads of a tokenizer reserve more memory than the limit
+    # on many cores the threads of a tokenizer reserve more memory than the limit
+    os.environ["RAYON_NUM_THREADS"] = "1"
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries written in Rust print a backtrace
     resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 1))
     memory = psutil.Process().memory_info().vms + BYTES

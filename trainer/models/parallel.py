@@ -1,4 +1,6 @@
-"""Tensor parallelism of transformers (``tp_plan="auto"``): which heads of each layer a rank computes."""
+"""Tensor parallelism of transformers (``tp_plan="auto"``): which heads of each layer a rank
+computes.
+"""
 
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,22 +28,36 @@ class HeadShard(NamedTuple):
 def head_shard(model: "PreTrainedModel") -> HeadShard:
     """Returns the heads that this rank computes; all of them without tensor parallelism.
 
-    Raises UserError if q_proj, k_proj and v_proj are divided in another way than by heads, or the layers are not Llama's.
+    Raises UserError if q_proj, k_proj and v_proj are divided in another way than by heads, or the
+    layers are not Llama's.
     """
     attention = decoder(model).layers[served_layers(model.config)[0]].self_attn
-    projections = {name: module.weight for name, module in attention.named_modules() if hasattr(module, "weight")}
+    projections = {
+        name: module.weight
+        for name, module in attention.named_modules()
+        if hasattr(module, "weight")
+    }
     divided = {name: weight for name, weight in projections.items() if isinstance(weight, DTensor)}
     if not divided:
         return HeadShard()
     if not family_of(model.config).llama_layers:
-        raise UserError(f"model_type={model.config.model_type}: tensor parallelism is not supported for this family")
-    if not all(name in divided and divided[name].placements == (Shard(0),) for name in ("q_proj", "k_proj", "v_proj")):
         raise UserError(
-            "model: expected tensor parallelism that divides q_proj, k_proj and v_proj by heads; divided are "
-            + ", ".join(divided)
+            f"model_type={model.config.model_type}: tensor parallelism is not supported for this "
+            f"family"
+        )
+    if not all(
+        name in divided and divided[name].placements == (Shard(0),)
+        for name in ("q_proj", "k_proj", "v_proj")
+    ):
+        raise UserError(
+            "model: expected tensor parallelism that divides q_proj, k_proj and v_proj by heads; "
+            "divided are " + ", ".join(divided)
         )
     mesh = divided["q_proj"].device_mesh
     heads, ranks = num_kv_heads(model.config), mesh.size()
     if heads % ranks:
-        raise UserError(f"model: divided among {ranks} ranks; expected a number that divides its {heads} key/value heads")
+        raise UserError(
+            f"model: divided among {ranks} ranks; expected a number that divides its {heads} "
+            f"key/value heads"
+        )
     return HeadShard(mesh.get_local_rank(), ranks)

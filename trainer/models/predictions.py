@@ -10,11 +10,14 @@ from msattn.trainer.models.families import output_logits
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LOGIT_ROWS = 512  # tokens whose logits are in memory at once; fp32 logits over a vocabulary of 128k take 0.26 GB
+# tokens whose logits are in memory at once; fp32 logits over a vocabulary of 128k take 0.26 GB
+LOGIT_ROWS = 512
 
 
 class TokenScores(NamedTuple):
-    """Loss, KL divergence from dense attention (both in nats) and equality of the most likely token, fp32 ``[tokens]`` each."""
+    """Loss, KL divergence from dense attention (both in nats) and equality of the most likely
+    token, fp32 ``[tokens]`` each.
+    """
 
     losses: Tensor
     divergences: Tensor
@@ -22,11 +25,14 @@ class TokenScores(NamedTuple):
 
 
 @torch.inference_mode()
-def token_scores(model: "PreTrainedModel", hidden: Tensor, input_ids: Tensor, dense: Tensor | None = None) -> TokenScores:
-    """Returns the scores of the predictions of tokens 1, 2, ... of ``input_ids [N]``, from hidden states ``[1, N, hidden]``.
+def token_scores(
+    model: "PreTrainedModel", hidden: Tensor, input_ids: Tensor, dense: Tensor | None = None
+) -> TokenScores:
+    """Returns the scores of the predictions of tokens 1, 2, ... of ``input_ids [N]``, from hidden
+    states ``[1, N, hidden]``.
 
-    ``dense`` are the hidden states of dense attention, on any device; None: the same as ``hidden``. Logits are computed for
-    ``LOGIT_ROWS`` tokens at a time to save memory.
+    ``dense`` are the hidden states of dense attention, on any device; None: the same as ``hidden``.
+    Logits are computed for ``LOGIT_ROWS`` tokens at a time to save memory.
     """
     pieces = []
     for begin in range(0, len(input_ids) - 1, LOGIT_ROWS):

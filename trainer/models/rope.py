@@ -1,10 +1,12 @@
-"""Rotary position embeddings as the model applies them, their inverse, and their extension to longer contexts.
+"""Rotary position embeddings as the model applies them, their inverse, and their extension to
+longer contexts.
 
-The first r channels of a head of size D rotate; r is D in most families, and 0 in layers without RoPE. Channels ``d`` and
-``d + r/2`` form a pair that is rotated by the angle ``p * inv_freq[d]`` at position ``p`` (Su et al., RoFormer, in the
-half-split layout of transformers); in interleaved layouts a pair is channels ``2 d`` and ``2 d + 1``. YaRN also scales cos and
-sin by a constant, so the rotation is not orthogonal; :func:`msattn.kernels.unrotate.unrotate` inverts :func:`rotate` including
-this factor.
+The first r channels of a head of size D rotate; r is D in most families, and 0 in layers without
+RoPE. Channels ``d`` and ``d + r/2`` form a pair that is rotated by the angle ``p * inv_freq[d]`` at
+position ``p`` (Su et al., RoFormer, in the half-split layout of transformers); in interleaved
+layouts a pair is channels ``2 d`` and ``2 d + 1``. YaRN also scales cos and sin by a constant, so
+the rotation is not orthogonal; :func:`msattn.kernels.unrotate.unrotate` inverts :func:`rotate`
+including this factor.
 """
 
 import copy
@@ -30,10 +32,13 @@ from msattn.trainer.models.layer_attention import LayerInputs
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-LENGTH_DEPENDENT = ("dynamic", "longrope")  # RoPE types whose angles depend on the length of the sequence at the time
-ORIGINAL = "original_max_position_embeddings"  # tokens of pretraining, from which llama3 and yarn compute their frequency bands
+# RoPE types whose angles depend on the length of the sequence at the time
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+# tokens of pretraining, from which llama3 and yarn compute their frequency bands
+ORIGINAL = "original_max_position_embeddings"
 WITH_ORIGINAL = ("llama3", "yarn")
-STRETCHING = ("linear", "llama3", "yarn", "proportional")  # types whose lowest frequencies are divided by a fixed factor
+# types whose lowest frequencies are divided by a fixed factor
+STRETCHING = ("linear", "llama3", "yarn", "proportional")
 
 
 class KeysNotKnown(RuntimeError):
@@ -50,31 +55,43 @@ class Rotation:
 
     @classmethod
     def of(cls, config: "PreTrainedConfig", device: torch.device) -> "Rotation | None":
-        """Returns the rotation of a model; None if its angles depend on the length when a key was cached."""
+        """Returns the rotation of a model; None if its angles depend on the length when a key was
+        cached.
+        """
         if rope_parameters(config)["rope_type"] in LENGTH_DEPENDENT:
             return None
         inv_freq, scaling = inverse_frequencies(config, device=device)
         return cls(inv_freq.to(device), scaling, family_of(config).interleaved)
 
     def invert(self, k: Tensor, positions: Tensor) -> Tensor:
-        """Returns keys ``[B, H, N, D]`` before their rotation at integer ``positions [B | 1, N]``."""
+        """Returns keys ``[B, H, N, D]`` before their rotation at integer ``positions [B | 1,
+        N]``.
+        """
         return self.undo(k, *self.angles(positions, k.dtype))
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin ``[B | 1, N, r]`` at ``positions [B | 1, N]``, as a model of this ``dtype`` rounds them."""
-        cos, sin = cos_sin(self.inv_freq.to(positions.device), positions, interleaved=self.interleaved)
+        """Returns cos and sin ``[B | 1, N, r]`` at ``positions [B | 1, N]``, as a model of this
+        ``dtype`` rounds them.
+        """
+        cos, sin = cos_sin(
+            self.inv_freq.to(positions.device), positions, interleaved=self.interleaved
+        )
         return (cos * self.scaling).to(dtype), (sin * self.scaling).to(dtype)
 
     def undo(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Returns queries or keys ``[B, H, N, D]`` before their rotation by :meth:`angles`."""
-        return unrotate(x.detach(), cos, sin, interleaved=self.interleaved)  # what keys are chosen by has no gradient
+        # what keys are chosen by has no gradient
+        return unrotate(x.detach(), cos, sin, interleaved=self.interleaved)
 
 
-def keys_before_rope(x: LayerInputs, first: int, rotation: Rotation | None, end: int | None = None) -> Tensor:
-    """Returns the keys from index ``first`` up to ``end`` (M by default) before RoPE: ``[B, Hkv, end - first, D]``.
+def keys_before_rope(
+    x: LayerInputs, first: int, rotation: Rotation | None, end: int | None = None
+) -> Tensor:
+    """Returns the keys from index ``first`` up to ``end`` (M by default) before RoPE:
+    ``[B, Hkv, end - first, D]``.
 
-    Keys of the current pass are ``x.k_nope``; older keys are recovered from the cache. Raises KeysNotKnown if the ``rotation``
-    or the positions are not known.
+    Keys of the current pass are ``x.k_nope``; older keys are recovered from the cache. Raises
+    KeysNotKnown if the ``rotation`` or the positions are not known.
     """
     end = x.num_keys if end is None else end
     if not x.rotates:
@@ -85,7 +102,9 @@ def keys_before_rope(x: LayerInputs, first: int, rotation: Rotation | None, end:
         return new
     last = min(end, num_cached)
     if rotation is None or x.positions is None:
-        raise KeysNotKnown(f"layer {x.layer}: {last - first} cached keys were rotated by angles that are not known")
+        raise KeysNotKnown(
+            f"layer {x.layer}: {last - first} cached keys were rotated by angles that are not known"
+        )
     distance = num_cached - torch.arange(first, last, device=x.k.device)
     cached = rotation.invert(x.k[:, :, first:last], x.positions[:, :1] - distance)
     return torch.cat([cached, new], dim=2)
@@ -94,7 +113,8 @@ def keys_before_rope(x: LayerInputs, first: int, rotation: Rotation | None, end:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
     """Applies RoPE to queries or keys ``[B, H, N, D]``.
 
-    ``cos`` and ``sin`` are ``[B or 1, N, r]``, attention factor included. The channels after the first r stay.
+    ``cos`` and ``sin`` are ``[B or 1, N, r]``, attention factor included. The channels after the
+    first r stay.
     """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
@@ -110,10 +130,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
 def inverse_frequencies(
     config: "PreTrainedConfig", dim: int | None = None, device: torch.device | str | None = None
 ) -> tuple[Tensor, float]:
-    """Returns the angle per position by which the model's RoPE rotates each pair, in full-attention layers, and its scaling.
+    """Returns the angle per position by which the model's RoPE rotates each pair, in full-attention
+    layers, and its scaling.
 
-    The angles are fp32 ``[r / 2]``, in radians, for heads of size ``dim`` (by default the model's). The scaling is the factor
-    of cos and sin, 1 except for YaRN and LongRoPE. LongRoPE has two sets of frequencies; these are those of long sequences.
+    The angles are fp32 ``[r / 2]``, in radians, for heads of size ``dim`` (by default the model's).
+    The scaling is the factor of cos and sin, 1 except for YaRN and LongRoPE. LongRoPE has two sets
+    of frequencies; these are those of long sequences.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -130,7 +152,9 @@ def inverse_frequencies(
     sized.head_dim, sized.rope_parameters = dim, dict(rope)
     if kind == "longrope":  # a factor for each pair
         for name in ("short_factor", "long_factor"):
-            sized.rope_parameters[name] = [rope[name][i * size // dim] for i in range(len(rope[name]) * dim // size)]
+            sized.rope_parameters[name] = [
+                rope[name][i * size // dim] for i in range(len(rope[name]) * dim // size)
+            ]
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](sized, device, seq_len=sys.maxsize)
     else:
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](sized, device)
@@ -138,17 +162,25 @@ def inverse_frequencies(
 
 
 def channel_pairs(config: "PreTrainedConfig") -> Tensor:
-    """Returns the two channels of each pair, int64 ``[D / 2, 2]``: those that rotate, by frequency, then the others."""
+    """Returns the two channels of each pair, int64 ``[D / 2, 2]``: those that rotate, by frequency,
+    then the others.
+    """
     size, rotated = head_dim(config), int(rotated_channels(config))
     channels, rest = torch.arange(rotated), torch.arange(rotated, size)
     pairs = channels.view(-1, 2) if family_of(config).interleaved else channels.view(2, -1).T
     return torch.cat([pairs, rest.view(2, -1).T])
 
 
-def cos_sin(inv_freq: Tensor, positions: Tensor, *, interleaved: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin at integer ``positions [..., T]``: fp32 ``[..., T, 2 * len(inv_freq)]``, without attention factor."""
+def cos_sin(
+    inv_freq: Tensor, positions: Tensor, *, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Returns cos and sin at integer ``positions [..., T]``: fp32 ``[..., T, 2 * len(inv_freq)]``,
+    without attention factor.
+    """
     angles = positions.unsqueeze(-1).float() * inv_freq
-    angles = angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
+    angles = (
+        angles.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles, angles), dim=-1)
+    )
     return angles.cos(), angles.sin()
 
 
@@ -157,25 +189,34 @@ def scale_rope(config: "PreTrainedConfig", scaling: dict[str, Any]) -> None:
 
     If layer types have separate parameters, those of full-attention layers are replaced.
 
-    The lowest frequencies are divided by the factor, so the number of positions grows by the ratio of the new factor to the
-    model's factor: Llama-3.1 has factor 8 and 131,072 positions, and factor 32 gives it 524,288. Only YaRN with its own
-    ``original_max_position_embeddings`` has, by definition, that number times its factor. If ``scaling`` has no such number,
-    the model's is kept.
+    The lowest frequencies are divided by the factor, so the number of positions grows by the ratio
+    of the new factor to the model's factor: Llama-3.1 has factor 8 and 131,072 positions, and
+    factor 32 gives it 524,288. Only YaRN with its own ``original_max_position_embeddings`` has, by
+    definition, that number times its factor. If ``scaling`` has no such number, the model's is
+    kept.
     """
     kind, before = scaling.get("rope_type"), rope_parameters(config)
     if kind not in ROPE_TYPES:
         raise UserError(f"model.rope_scaling.rope_type={kind}: expected {', '.join(ROPE_TYPES)}")
     if before["rope_type"] == "proportional" != kind:  # others rotate other pairs of channels
-        raise UserError(f"model.rope_scaling.rope_type={kind}: expected proportional, the model's own")
+        raise UserError(
+            f"model.rope_scaling.rope_type={kind}: expected proportional, the model's own"
+        )
     try:
         unscaled = config.max_position_embeddings / _stretch(before)
-        original = {ORIGINAL: before.get(ORIGINAL, round(unscaled))} if kind in WITH_ORIGINAL else {}
+        original = (
+            {ORIGINAL: before.get(ORIGINAL, round(unscaled))} if kind in WITH_ORIGINAL else {}
+        )
         positions = scaling[ORIGINAL] if kind == "yarn" and ORIGINAL in scaling else unscaled
         positions = round(positions * _stretch(scaling))
-        kept = {key: before[key] for key in ("rope_theta", "partial_rotary_factor") if key in before}
+        kept = {
+            key: before[key] for key in ("rope_theta", "partial_rotary_factor") if key in before
+        }
         after = {**kept, **original, **scaling}
         by_layer = "full_attention" in config.rope_parameters
-        config.rope_parameters = {**config.rope_parameters, "full_attention": after} if by_layer else after
+        config.rope_parameters = (
+            {**config.rope_parameters, "full_attention": after} if by_layer else after
+        )
         config.standardize_rope_params()
         config.max_position_embeddings = positions
         config.validate_rope()
@@ -184,5 +225,7 @@ def scale_rope(config: "PreTrainedConfig", scaling: dict[str, Any]) -> None:
 
 
 def _stretch(rope: dict[str, Any]) -> float:
-    """Returns the factor by which the lowest frequencies are divided; 1 if it is missing, which transformers refuses."""
+    """Returns the factor by which the lowest frequencies are divided; 1 if it is missing, which
+    transformers refuses.
+    """
     return float(rope.get("factor", 1.0)) if rope["rope_type"] in STRETCHING else 1.0

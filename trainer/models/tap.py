@@ -1,10 +1,11 @@
 """Interception of the attention of each layer of a running decoder.
 
-Inside ``tap(model, attend)`` every attention layer passes its :class:`LayerInputs` to ``attend`` and uses the returned output.
-It uses transformers' extension points: an attention function and a mask function registered under one name, and module hooks
-for tensors that these do not receive (queries and keys before RoPE, cos and sin, the cache). Layers that are not served
-(:func:`msattn.trainer.models.families.served_layers`) keep the model's attention function, mask and cache. Leaving the context
-removes all hooks and restores the configuration.
+Inside ``tap(model, attend)`` every attention layer passes its :class:`LayerInputs` to ``attend``
+and uses the returned output. It uses transformers' extension points: an attention function and a
+mask function registered under one name, and module hooks for tensors that these do not receive
+(queries and keys before RoPE, cos and sin, the cache). Layers that are not served
+(:func:`msattn.trainer.models.families.served_layers`) keep the model's attention function, mask and
+cache. Leaving the context removes all hooks and restores the configuration.
 """
 
 import sys
@@ -19,7 +20,15 @@ from torch import Tensor, nn
 
 from msattn.kernels.unrotate import unrotate
 from msattn.trainer.errors import UserError
-from msattn.trainer.models.families import FULL, Family, attention_layers, decoder, family_of, layer_kinds, max_length
+from msattn.trainer.models.families import (
+    FULL,
+    Family,
+    attention_layers,
+    decoder,
+    family_of,
+    layer_kinds,
+    max_length,
+)
 from msattn.trainer.models.layer_attention import LayerInputs, causal_attention, dense_attention
 from msattn.trainer.models.replacement import NotCopied
 
@@ -28,12 +37,16 @@ if TYPE_CHECKING:
 
 IMPLEMENTATION = "msattn_tap"
 # The name of the same implementation
-# - from the first manager of continuous batching on, which accepts only names that contain "flash". It is not the name from
-#   the start, because transformers then passes 2D masks to generate, also without padding, and reads them at each token.
-# - for models whose last layers read the keys of others (Gemma 4): with other names these cut queries and 4D masks.
+# - from the first manager of continuous batching on, which accepts only names that contain "flash".
+#   It is not the name from
+#   the start, because transformers then passes 2D masks to generate, also without padding, and
+# reads them at each token.
+# - for models whose last layers read the keys of others (Gemma 4): with other names these cut
+#   queries and 4D masks.
 BATCHED_IMPLEMENTATION = "msattn_flash_tap"
 TAP = "msattn_tap"  # keyword that hands an attention function its layer's tap
-PAGES = "msattn_pages"  # keyword of a decoder whose cache is paged, which stands for the cache of each layer
+# keyword of a decoder whose cache is paged, which stands for the cache of each layer
+PAGES = "msattn_pages"
 DENSE_IMPLEMENTATION = "msattn_dense"
 _entering = threading.Lock()  # if two threads attach one model, the second is refused
 
@@ -57,7 +70,9 @@ Attend = Callable[[LayerInputs], Tensor]
 
 
 class _Pass(threading.local):
-    """Tensors of the forward pass that the current thread runs: several threads may run one model."""
+    """Tensors of the forward pass that the current thread runs: several threads may run one
+    model.
+    """
 
     q_nope: Tensor | None = None
     k_nope: Tensor | None = None
@@ -67,11 +82,15 @@ class _Pass(threading.local):
     pages: Any = None
 
     def clear(self) -> None:
-        self.q_nope = self.k_nope = self.position_embeddings = self.position_ids = self.past_key_values = self.pages = None
+        self.q_nope = self.k_nope = self.position_embeddings = self.position_ids = (
+            self.past_key_values
+        ) = self.pages = None
 
 
 class _LayerTap(NotCopied):
-    """Hooks of one attention module, which keep q and k before RoPE until the attention function runs."""
+    """Hooks of one attention module, which keep q and k before RoPE until the attention function
+    runs.
+    """
 
     def __init__(self, module: Any, attend: Attend, family: Family, rotates: bool) -> None:
         self.module, self.attend, self.family, self.rotates = module, attend, family, rotates
@@ -79,14 +98,23 @@ class _LayerTap(NotCopied):
         self.handles = [module.register_forward_pre_hook(self._enter, with_kwargs=True)]
         if rotates and not family.changed_after_rope:
             queries, keys = family.modules_before_rope(module)
-            self.handles += [queries.register_forward_hook(self._keep_q), keys.register_forward_hook(self._keep_k)]
+            self.handles += [
+                queries.register_forward_hook(self._keep_q),
+                keys.register_forward_hook(self._keep_k),
+            ]
 
     @torch.compiler.disable
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def _enter(
+        self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
         self.current.position_embeddings = kwargs["position_embeddings"]
         self.current.position_ids = kwargs.get("position_ids")
-        self.current.past_key_values, self.current.pages = kwargs.get("past_key_values"), kwargs.get(PAGES)
-        return args, {**kwargs, TAP: self}  # transformers forwards unknown keywords to the attention function
+        self.current.past_key_values, self.current.pages = (
+            kwargs.get("past_key_values"),
+            kwargs.get(PAGES),
+        )
+        # transformers forwards unknown keywords to the attention function
+        return args, {**kwargs, TAP: self}
 
     @torch.compiler.disable
     def _keep_q(self, module: nn.Module, args: tuple, output: Tensor) -> None:
@@ -114,10 +142,26 @@ class _LayerTap(NotCopied):
         if cache is None and current.past_key_values is not None:
             cache = current.past_key_values.layers[layer]
         if getattr(cache, "is_compileable", False):  # its keys would include free positions
-            raise UserError("past_key_values: a static cache cannot be read here; expected a growing one (DynamicCache)")
+            raise UserError(
+                "past_key_values: a static cache cannot be read here; expected a growing one "
+                "(DynamicCache)"
+            )
         q_nope, k_nope, cos, sin = self._before_rope(q, k)
         inputs = LayerInputs(
-            layer, q, k, v, q_nope, k_nope, cos, sin, scale, kv_start, cache, current.position_ids, softcap=softcap, sinks=sinks
+            layer,
+            q,
+            k,
+            v,
+            q_nope,
+            k_nope,
+            cos,
+            sin,
+            scale,
+            kv_start,
+            cache,
+            current.position_ids,
+            softcap=softcap,
+            sinks=sinks,
         )
         current.clear()  # so that a layer's tensors are freed after its attention
         return self.attend(inputs)
@@ -135,7 +179,11 @@ class _LayerTap(NotCopied):
             return unrotate(q.detach(), cos, sin), unrotate(new.detach(), cos, sin), cos, sin
         assert current.q_nope is not None
         assert current.k_nope is not None
-        return *self.family.heads_before_rope(self.module, (current.q_nope, current.k_nope), q), cos, sin
+        return (
+            *self.family.heads_before_rope(self.module, (current.q_nope, current.k_nope), q),
+            cos,
+            sin,
+        )
 
     def remove(self) -> None:
         self.current.clear()
@@ -158,24 +206,43 @@ def _tapped_attention(
     msattn_tap: _LayerTap | None = None,
     **others: Any,  # transformers passes further arguments to every attention function
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes attention for transformers; ``attention_mask`` is what :func:`_mask_of_layers` returned."""
+    """Computes attention for transformers; ``attention_mask`` is what :func:`_mask_of_layers`
+    returned.
+    """
     if msattn_tap is None:
-        return _own_attention(module)(module, query, key, value, attention_mask, scaling=scaling, **others)
+        return _own_attention(module)(
+            module, query, key, value, attention_mask, scaling=scaling, **others
+        )
     if PAGES in others:
         attention_mask = None  # it only kept transformers from building one
     if attention_mask is not None and attention_mask.ndim != 1:
-        raise UserError(f"attention_mask of shape {tuple(attention_mask.shape)}: expected a 2D mask [batch, tokens]")
-    out = msattn_tap(query, key, value, attention_mask, scaling, softcap=others.get("softcap"), sinks=others.get("s_aux"))
+        raise UserError(
+            f"attention_mask of shape {tuple(attention_mask.shape)}: expected a 2D mask [batch, "
+            f"tokens]"
+        )
+    out = msattn_tap(
+        query,
+        key,
+        value,
+        attention_mask,
+        scaling,
+        softcap=others.get("softcap"),
+        sinks=others.get("s_aux"),
+    )
     return out.transpose(1, 2), None
 
 
 def _own_attention(module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Returns the attention function that a layer of a tapped model had before; UserError for a layer of another model."""
+    """Returns the attention function that a layer of a tapped model had before; UserError for a
+    layer of another model.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     kept = _kept[id(module.config)]
     if module.layer_idx not in kept.layers:
-        raise UserError("model: it shares its configuration with an attached model; give it its own copy")
+        raise UserError(
+            "model: it shares its configuration with an attached model; give it its own copy"
+        )
     if module.layer_idx in kept.full:
         return _dense_attention
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
@@ -190,26 +257,37 @@ def _mask_of_layers(
     allow_is_causal_skip: bool = True,
     **arguments: Any,  # transformers passes further arguments to every mask function
 ) -> Any:
-    """Returns the mask of served layers, ``kv_start`` or None, or of layers with a window; a mask function for transformers.
+    """Returns the mask of served layers, ``kv_start`` or None, or of layers with a window; a mask
+    function for transformers.
 
-    transformers allows a mask to be skipped unless something is combined with it: packed sequences, or images whose tokens
-    attend to each other. A window as long as the model's positions hides nothing.
+    transformers allows a mask to be skipped unless something is combined with it: packed sequences,
+    or images whose tokens attend to each other. A window as long as the model's positions hides
+    nothing.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 
-    whole = family_of(config).one_window and local_size is not None and local_size >= max_length(config)
+    whole = (
+        family_of(config).one_window and local_size is not None and local_size >= max_length(config)
+    )
     if local_size is None or whole:
         if mask_function is not causal_mask_function and not (whole and allow_is_causal_skip):
             raise UserError(
-                "attention_mask: packed sequences, and images whose tokens see each other, are not supported; expected one "
+                "attention_mask: packed sequences, and images whose tokens see each other, are "
+                "not supported; expected one "
                 "left-padded sequence per row, without token_type_ids"
             )
         return _mask_to_kv_start(**arguments)
     before = _kept[id(config)].implementation
-    if before not in ALL_MASK_ATTENTION_FUNCTIONS:  # as transformers does for implementations that need no mask
+    # as transformers does for implementations that need no mask
+    if before not in ALL_MASK_ATTENTION_FUNCTIONS:
         return None
-    of_window: dict[str, Any] = {"local_size": local_size, "allow_is_causal_skip": allow_is_causal_skip}
-    return ALL_MASK_ATTENTION_FUNCTIONS[before](config=config, mask_function=mask_function, **of_window, **arguments)
+    of_window: dict[str, Any] = {
+        "local_size": local_size,
+        "allow_is_causal_skip": allow_is_causal_skip,
+    }
+    return ALL_MASK_ATTENTION_FUNCTIONS[before](
+        config=config, mask_function=mask_function, **of_window, **arguments
+    )
 
 
 def _mask_to_kv_start(
@@ -223,33 +301,51 @@ def _mask_to_kv_start(
 ) -> Tensor | None:
     """Converts a 2D padding mask to ``kv_start``, or None without padding."""
     if kv_offset != 0:
-        raise UserError("past_key_values: expected a cache that keeps the full context, not a sliding one")
-    if attention_mask is None or attention_mask.ndim == 1:  # generate converts the mask before it calls the model
+        raise UserError(
+            "past_key_values: expected a cache that keeps the full context, not a sliding one"
+        )
+    # generate converts the mask before it calls the model
+    if attention_mask is None or attention_mask.ndim == 1:
         return attention_mask
-    num_keys = kv_length if q_offset is None else int(q_offset) + q_length  # a static cache returns its capacity
+    # a static cache returns its capacity
+    num_keys = kv_length if q_offset is None else int(q_offset) + q_length
     if attention_mask.ndim != 2 or attention_mask.shape[1] != num_keys:
         shape = tuple(attention_mask.shape)
-        raise UserError(f"attention_mask of shape {shape}: expected [batch, {num_keys}], cached tokens included")
+        raise UserError(
+            f"attention_mask of shape {shape}: expected [batch, {num_keys}], cached tokens included"
+        )
     return padding_start(attention_mask)
 
 
 def padding_start(attention_mask: Tensor) -> Tensor | None:
-    """Returns ``kv_start`` (int32 [B]) of a padding mask ``[B, M]``, as :func:`left_padding`; None without padding."""
+    """Returns ``kv_start`` (int32 [B]) of a padding mask ``[B, M]``, as :func:`left_padding`; None
+    without padding.
+    """
     padding = left_padding(attention_mask)
-    return torch.tensor(padding, dtype=torch.int32, device=attention_mask.device) if any(padding) else None
+    return (
+        torch.tensor(padding, dtype=torch.int32, device=attention_mask.device)
+        if any(padding)
+        else None
+    )
 
 
 def left_padding(attention_mask: Tensor) -> list[int]:
-    """Returns the number of padded positions before each row of a mask ``[B, M]`` that is non-zero at tokens."""
+    """Returns the number of padded positions before each row of a mask ``[B, M]`` that is non-zero
+    at tokens.
+    """
     tokens = attention_mask.bool()
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     kv_start = tokens.shape[1] - tokens.sum(dim=1)
     is_left_padded = (tokens == (positions >= kv_start[:, None])).all()
-    *padding, accepted = torch.cat([kv_start, is_left_padded[None]]).tolist()  # one synchronization with the device
+    # one synchronization with the device
+    *padding, accepted = torch.cat([kv_start, is_left_padded[None]]).tolist()
     if min(padding) == tokens.shape[1]:
         raise UserError("attention_mask: no row has a token; expected at least one")
     if not accepted:
-        raise UserError("attention_mask: expected left padding only (tokenizer.padding_side='left'), without holes")
+        raise UserError(
+            "attention_mask: expected left padding only (tokenizer.padding_side='left'), without "
+            "holes"
+        )
     return padding
 
 
@@ -265,13 +361,14 @@ def _register() -> None:
 
 @contextmanager
 def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
-    """Replaces the attention of every served layer of ``model`` (also of a PEFT model) by ``attend`` inside the context.
+    """Replaces the attention of every served layer of ``model`` (also of a PEFT model) by
+    ``attend`` inside the context.
 
-    Supports ``generate`` with a growing cache, left padding, gradients, and passes of several threads at the same time. A
-    layer's tensors are released after its attention.
+    Supports ``generate`` with a growing cache, left padding, gradients, and passes of several
+    threads at the same time. A layer's tensors are released after its attention.
 
-    Raises UserError if the model is already tapped, or is copied or pickled inside the context, and in a forward pass for right
-    padding, a 4D mask, packed sequences or a static cache.
+    Raises UserError if the model is already tapped, or is copied or pickled inside the context, and
+    in a forward pass for right padding, a 4D mask, packed sequences or a static cache.
     """
     _register()
     base = decoder(model)
@@ -280,12 +377,22 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
         with _entering:
             before = config._attn_implementation
             if is_tapped(config):
-                raise UserError("model: it is already attached; leave that context (or call disable) first")
+                raise UserError(
+                    "model: it is already attached; leave that context (or call disable) first"
+                )
             layers = attention_layers(config)
             for layer in layers:
                 if layer.kept is None:
-                    taps.append(_LayerTap(base.layers[layer.layer].self_attn, attend, family_of(config), layer.rotates))
-            capped = before == "sdpa" and getattr(config, "attn_logit_softcapping", None)  # SDPA would not cap
+                    taps.append(
+                        _LayerTap(
+                            base.layers[layer.layer].self_attn,
+                            attend,
+                            family_of(config),
+                            layer.rotates,
+                        )
+                    )
+            # SDPA would not cap
+            capped = before == "sdpa" and getattr(config, "attn_logit_softcapping", None)
             kept = frozenset(layer.layer for layer in layers if layer.kept)
             full = frozenset(i for i, kind in enumerate(layer_kinds(config)) if kind == FULL) & kept
             _kept[id(config)] = _Kept(kept, full, "eager" if capped else before)
@@ -301,14 +408,18 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
 
 
 def use_dense_attention(model: "PreTrainedModel") -> None:
-    """Sets the attention of ``model`` to :func:`causal_attention` without padding, for training with or without compilation.
+    """Sets the attention of ``model`` to :func:`causal_attention` without padding, for training
+    with or without compilation.
 
-    Under ``torch.compile`` transformers' "sdpa" materializes the causal mask, which excludes the fast SDPA backends. Models
-    with layers that are not served, or that SDPA cannot compute, keep their own attention.
+    Under ``torch.compile`` transformers' "sdpa" materializes the causal mask, which excludes the
+    fast SDPA backends. Models with layers that are not served, or that SDPA cannot compute, keep
+    their own attention.
     """
     from transformers import AttentionInterface
 
-    if not family_of(model.config).plain_scores or any(layer.kept for layer in attention_layers(model.config)):
+    if not family_of(model.config).plain_scores or any(
+        layer.kept for layer in attention_layers(model.config)
+    ):
         return
     AttentionInterface.register(DENSE_IMPLEMENTATION, _dense_attention)
     model.set_attn_implementation(DENSE_IMPLEMENTATION)
@@ -327,21 +438,28 @@ def _dense_attention(
 
     It casts its inputs, because under autocast queries and keys are fp32 after RoPE.
     """
-    out = causal_attention(query.to(value.dtype), key.to(value.dtype), value, scale=scaling, kv_start=attention_mask)
+    out = causal_attention(
+        query.to(value.dtype), key.to(value.dtype), value, scale=scaling, kv_start=attention_mask
+    )
     return out.transpose(1, 2).contiguous(), None
 
 
 def run_backbone(model: "PreTrainedModel", input_ids: Tensor, **inputs: Any) -> Tensor:
     """Returns the last hidden states ``[B, N, hidden]``, without the language model head.
 
-    Further ``inputs`` of the model's forward pass, such as ``attention_mask``, may be given. Gradients are recorded.
+    Further ``inputs`` of the model's forward pass, such as ``attention_mask``, may be given.
+    Gradients are recorded.
     """
     return decoder(model)(input_ids=input_ids, **{"use_cache": False, **inputs}).last_hidden_state
 
 
 @torch.no_grad()
-def run_tapped(model: "PreTrainedModel", attend: Attend, chunks: Iterable[Mapping[str, Tensor]]) -> None:
-    """Runs the decoder with ``attend`` over each of ``chunks``, items ``{"input_ids": int64 [N]}``, without gradients."""
+def run_tapped(
+    model: "PreTrainedModel", attend: Attend, chunks: Iterable[Mapping[str, Tensor]]
+) -> None:
+    """Runs the decoder with ``attend`` over each of ``chunks``, items ``{"input_ids": int64 [N]}``,
+    without gradients.
+    """
     with tap(model, attend):
         for chunk in chunks:
             run_backbone(model, chunk["input_ids"][None].to(model.device))
@@ -353,7 +471,9 @@ def visit_layers(
     chunks: Iterable[Mapping[str, Tensor]],
     layers: Collection[int] | None = None,
 ) -> None:
-    """Calls ``see`` with the inputs of each layer, or of each of ``layers``, in a dense pass over each of ``chunks``."""
+    """Calls ``see`` with the inputs of each layer, or of each of ``layers``, in a dense pass over
+    each of ``chunks``.
+    """
 
     def seen_dense_attention(x: LayerInputs) -> Tensor:
         if layers is None or x.layer in layers:

@@ -1,4 +1,6 @@
-"""Timing of phases without device synchronization, of the tokens of ``generate``, and of dense baselines by backend."""
+"""Timing of phases without device synchronization, of the tokens of ``generate``, and of dense
+baselines by backend.
+"""
 
 import time
 from collections.abc import Iterator
@@ -9,11 +11,16 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
-SDPA_BACKENDS = {"cuda": {"cuDNN": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"}, "cpu": {"SDPA": None}}
+SDPA_BACKENDS = {
+    "cuda": {"cuDNN": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"},
+    "cpu": {"SDPA": None},
+}
 
 
 class TokenClock(BaseStreamer):
-    """Streamer that records the host time of the prompt and of each new token of ``generate``, also for batches."""
+    """Streamer that records the host time of the prompt and of each new token of ``generate``, also
+    for batches.
+    """
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -48,7 +55,9 @@ class PhaseTimer:
         return event
 
     def seconds(self, phase: str) -> float | None:
-        """Returns the total seconds of ``phase``, or None if it never ran. Synchronizes with the device."""
+        """Returns the total seconds of ``phase``, or None if it never ran. Synchronizes with the
+        device.
+        """
         intervals = self._intervals.get(phase)
         if intervals is None:
             return None
@@ -64,9 +73,11 @@ class BackendUnavailable(RuntimeError):
 
 @contextmanager
 def use_backend(kernel: str | None) -> Iterator[None]:
-    """Restricts SDPA to the backend ``kernel``, a value of :data:`SDPA_BACKENDS`; None leaves the choice to PyTorch.
+    """Restricts SDPA to the backend ``kernel``, a value of :data:`SDPA_BACKENDS`; None leaves the
+    choice to PyTorch.
 
-    Raises BackendUnavailable if device memory is too small, or PyTorch has no such backend for the inputs.
+    Raises BackendUnavailable if device memory is too small, or PyTorch has no such backend for the
+    inputs.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -81,4 +92,6 @@ def use_backend(kernel: str | None) -> Iterator[None]:
     except RuntimeError as error:
         if "No available kernel" not in str(error):
             raise
-        raise BackendUnavailable("PyTorch has no such SDPA backend for this device and these inputs") from error
+        raise BackendUnavailable(
+            "PyTorch has no such SDPA backend for this device and these inputs"
+        ) from error

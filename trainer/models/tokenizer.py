@@ -19,9 +19,12 @@ VOCABULARY, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 SPECIAL, TEMPLATE = "special_tokens_map.json", "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"  # a folder of further templates
 SLOW = ("tokenizer.model", "vocab.json")  # transformers builds a tokenizer from these
-OTHERS = (*SLOW, "added_tokens.json", "merges.txt", "vocab.txt", "tekken.json", "tiktoken.model")  # it reads these too
-LONG_TEXT = " and so on it goes" * 200 + " 1234567890" * 50 + "a" * 500  # some regular expressions fail on long texts only
-PROBE = "".join(map(chr, range(32, 127))) + "\n\t The 2nd café, 東京." + LONG_TEXT  # a text to encode and decode
+# it reads these too
+OTHERS = (*SLOW, "added_tokens.json", "merges.txt", "vocab.txt", "tekken.json", "tiktoken.model")
+# some regular expressions fail on long texts only
+LONG_TEXT = " and so on it goes" * 200 + " 1234567890" * 50 + "a" * 500
+# a text to encode and decode
+PROBE = "".join(map(chr, range(32, 127))) + "\n\t The 2nd café, 東京." + LONG_TEXT
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,9 @@ Token = str | AddedToken
 
 @dataclass(frozen=True)
 class Settings:
-    """The keys of ``tokenizer_config.json``; the vocabulary and how text is split are in ``tokenizer.json``."""
+    """The keys of ``tokenizer_config.json``; the vocabulary and how text is split are in
+    ``tokenizer.json``.
+    """
 
     bos_token: Token | None = None
     eos_token: Token | None = None
@@ -69,17 +74,20 @@ class Settings:
     padding_side: Literal["left", "right"] | None = None
     truncation_side: Literal["left", "right"] | None = None
     auto_map: dict[str, Any] | list[Any] | None = None
-    fast_tokenizer_files: list[FileName] | None = None  # some versions of transformers read these instead of tokenizer.json
+    # some versions of transformers read these instead of tokenizer.json
+    fast_tokenizer_files: list[FileName] | None = None
 
 
 def load_tokenizer(
     files: ModelFiles, config: "PreTrainedConfig | None", trust_remote_code: bool = False
 ) -> "PreTrainedTokenizerBase":
-    """Returns the tokenizer of a model, loaded by transformers. Code that the user trusts runs once, without limits.
+    """Returns the tokenizer of a model, loaded by transformers. Code that the user trusts runs
+    once, without limits.
 
-    The class of a tokenizer may depend on the model's ``config``; with None transformers reads ``config.json`` if there is one.
-    Raises UserError if there is no tokenizer, if a file is damaged, if encoding a short text fails or takes long, if tokens are
-    drawn at random, or if there is code that ``trust_remote_code`` does not allow.
+    The class of a tokenizer may depend on the model's ``config``; with None transformers reads
+    ``config.json`` if there is one. Raises UserError if there is no tokenizer, if a file is
+    damaged, if encoding a short text fails or takes long, if tokens are drawn at random, or if
+    there is code that ``trust_remote_code`` does not allow.
     """
     from transformers import AutoTokenizer
 
@@ -88,12 +96,18 @@ def load_tokenizer(
         limited(lambda: _there_and_back(gguf_tokenizer(path)), f"{files.name}: no tokenizer")
         return gguf_tokenizer(path)
     if files.folder is not None and not any(files.find(name) for name in (VOCABULARY, *SLOW)):
-        raise UserError(f"{files.name}: the folder has no tokenizer (expected one of {', '.join((VOCABULARY, *SLOW))})")
+        raise UserError(
+            f"{files.name}: the folder has no tokenizer (expected one of "
+            f"{', '.join((VOCABULARY, *SLOW))})"
+        )
 
     def load() -> Any:
         with only_errors("huggingface_hub"):
             return AutoTokenizer.from_pretrained(
-                files.source, config=config, revision=files.revision, trust_remote_code=trust_remote_code
+                files.source,
+                config=config,
+                revision=files.revision,
+                trust_remote_code=trust_remote_code,
             )
 
     try:
@@ -106,7 +120,9 @@ def load_tokenizer(
 
 
 def _check_files(files: ModelFiles) -> None:
-    """Raises UserError for settings of other types, for code, and for files that are too large or link out of the folder."""
+    """Raises UserError for settings of other types, for code, and for files that are too large or
+    link out of the folder.
+    """
     document = {**(files.json(SPECIAL) or {}), **(files.json(SETTINGS) or {})}
     settings = checked(document, Settings, f"{files.name}: {SETTINGS}")
     if isinstance(settings.auto_map, list) or "AutoTokenizer" in (settings.auto_map or ()):

@@ -1,4 +1,5 @@
-"""Models of GGUF files that are unpacked once and kept as transformers folders, by the hash of the file.
+"""Models of GGUF files that are unpacked once and kept as transformers folders, by the hash of the
+file.
 
 transformers converts vocabulary and weights in Python, for a minute or more.
 """
@@ -28,19 +29,30 @@ FORMAT = 1  # to be raised when a file would be unpacked differently
 
 def unpacked_folder(gguf: Path, cache: str, dtype: torch.dtype) -> Path:
     """Returns the folder in ``cache`` for a file that is unpacked to ``dtype``."""
-    depends_on = [FORMAT, file_hash(gguf), str(dtype), *map(version, ("gguf", "tokenizers", "transformers"))]
+    depends_on = [
+        FORMAT,
+        file_hash(gguf),
+        str(dtype),
+        *map(version, ("gguf", "tokenizers", "transformers")),
+    ]
     key = hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:16]
     return Path(os.path.expanduser(cache)) / f"{gguf.stem}-{key}"
 
 
 def is_complete(folder: Path) -> bool:
-    """Returns False if there is no such folder, or only what a user's interrupted deletion has left of it."""
-    return all((folder / name).is_file() for name in ("config.json", "tokenizer.json")) and any(folder.glob("*.safetensors"))
+    """Returns False if there is no such folder, or only what a user's interrupted deletion has left
+    of it.
+    """
+    return all((folder / name).is_file() for name in ("config.json", "tokenizer.json")) and any(
+        folder.glob("*.safetensors")
+    )
 
 
 @contextmanager
 def in_turn(folder: Path) -> Iterator[bool]:
-    """Waits until no other process writes ``folder``, and yields False, with a warning, if it cannot be written."""
+    """Waits until no other process writes ``folder``, and yields False, with a warning, if it
+    cannot be written.
+    """
     with ExitStack() as stack:
         try:
             stack.enter_context(locked_in_turn(folder))
@@ -51,8 +63,15 @@ def in_turn(folder: Path) -> Iterator[bool]:
             yield True
 
 
-def keep(model: "PreTrainedModel", config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Writes an unpacked model with the ``config`` of its file; prints where, or a warning if that fails, as on a full disk."""
+def keep(
+    model: "PreTrainedModel",
+    config: "PreTrainedConfig",
+    tokenizer: "PreTrainedTokenizerBase",
+    folder: Path,
+) -> None:
+    """Writes an unpacked model with the ``config`` of its file; prints where, or a warning if that
+    fails, as on a full disk.
+    """
     try:
         save(model, config, tokenizer, folder)
     except UserError as error:
@@ -60,11 +79,21 @@ def keep(model: "PreTrainedModel", config: "PreTrainedConfig", tokenizer: "PreTr
         return
     size = sum(file.stat().st_size for file in folder.iterdir()) / 1e9
     freed = f"rm -r {shlex.quote(str(folder))} frees the space, model.cache=null keeps none"
-    print_once(f"the unpacked model is kept in {folder} ({size:.2f} GB), so that later starts take seconds; {freed}")
+    print_once(
+        f"the unpacked model is kept in {folder} ({size:.2f} GB), so that later starts take "
+        f"seconds; {freed}"
+    )
 
 
-def save(model: "PreTrainedModel", config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerBase", folder: Path) -> None:
-    """Writes a model and its tokenizer as a folder of transformers, completely or not at all. The caller holds its lock."""
+def save(
+    model: "PreTrainedModel",
+    config: "PreTrainedConfig",
+    tokenizer: "PreTrainedTokenizerBase",
+    folder: Path,
+) -> None:
+    """Writes a model and its tokenizer as a folder of transformers, completely or not at all. The
+    caller holds its lock.
+    """
     with replace_folder(folder, resumes=False) as new, no_progress_bar():
         model.save_pretrained(new)
         config.architectures, config.dtype = model.config.architectures, model.dtype
@@ -77,7 +106,9 @@ def save(model: "PreTrainedModel", config: "PreTrainedConfig", tokenizer: "PreTr
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
-    """Disables transformers' progress bar inside the context, for local files, which load and save in seconds."""
+    """Disables transformers' progress bar inside the context, for local files, which load and save
+    in seconds.
+    """
     from transformers.utils import logging as transformers_logging
 
     shown = transformers_logging.is_progress_bar_enabled()

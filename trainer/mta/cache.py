@@ -9,14 +9,16 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from msattn.trainer.errors import UserError
 
-ROLLBACK = 32  # tokens that crop() can remove; assisted decoding proposes about 20 at a time by default
+# tokens that crop() can remove; assisted decoding proposes about 20 at a time by default
+ROLLBACK = 32
 
 
 class QueryWindowLayer(DynamicLayer):
     """Cache layer with the keys and values of all tokens and the queries of the latest ones.
 
-    The attention of a token needs the queries of the ``reach`` tokens before it. ``query_window``, ``[B, Hq, n, D]`` or None,
-    has the latest queries after RoPE: up to ``reach``, plus :data:`ROLLBACK` so that :meth:`crop` can remove tokens.
+    The attention of a token needs the queries of the ``reach`` tokens before it. ``query_window``,
+    ``[B, Hq, n, D]`` or None, has the latest queries after RoPE: up to ``reach``, plus
+    :data:`ROLLBACK` so that :meth:`crop` can remove tokens.
     """
 
     def __init__(self, reach: int) -> None:
@@ -27,15 +29,19 @@ class QueryWindowLayer(DynamicLayer):
     def extend(self, q: Tensor) -> Tensor:
         """Adds the queries ``q [B, Hq, N, D]``; call it before :meth:`update` with the same tokens.
 
-        Returns the r preceding queries, at most ``reach``, followed by ``q``: ``[B, Hq, r + N, D]``. Raises UserError if
-        :meth:`crop` has removed more tokens than the kept queries allow.
+        Returns the r preceding queries, at most ``reach``, followed by ``q``:
+        ``[B, Hq, r + N, D]``. Raises UserError if :meth:`crop` has removed more tokens than the
+        kept queries allow.
         """
         if self.reach == 0:
             return q
         needed = min(self.reach, self.get_seq_length())
         held = q[:, :, :0] if self.query_window is None else self.query_window
         if held.shape[2] < needed:
-            raise UserError(f"past_key_values: cropped by more than {ROLLBACK} tokens, earlier queries are not kept")
+            raise UserError(
+                f"past_key_values: cropped by more than {ROLLBACK} tokens, earlier queries are "
+                f"not kept"
+            )
         keep = self.reach + ROLLBACK
         self.query_window = torch.cat([held, q[:, :, -keep:]], dim=2)[:, :, -keep:]
         return torch.cat([held[:, :, held.shape[2] - needed :], q], dim=2) if needed else q
@@ -82,10 +88,13 @@ def query_window_layer(cache: Cache, layer: int, reach: int) -> QueryWindowLayer
     if isinstance(held, QueryWindowLayer):
         return held
     if type(held) is not DynamicLayer:
-        raise UserError(f"past_key_values: expected a growing cache (DynamicCache), not a {type(held).__name__}")
+        raise UserError(
+            f"past_key_values: expected a growing cache (DynamicCache), not a {type(held).__name__}"
+        )
     if held.get_seq_length():
         raise UserError(
-            f"past_key_values: layer {layer} was filled by another attention without queries; expected an empty DynamicCache"
+            f"past_key_values: layer {layer} was filled by another attention without queries; "
+            f"expected an empty DynamicCache"
         )
     cache.layers[layer : layer + 1] = [QueryWindowLayer(reach)]
     return cache.layers[layer]  # pyrefly: ignore[bad-return]

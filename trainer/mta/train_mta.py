@@ -1,4 +1,6 @@
-"""``msattn train-mta``: trains a small model on block retrieval, with multi-token or plain attention."""
+"""``msattn train-mta``: trains a small model on block retrieval, with multi-token or plain
+attention.
+"""
 
 import json
 from dataclasses import asdict
@@ -29,10 +31,11 @@ MAX_RESULT_BYTES = 1_000_000
 def train_mta(cfg: TrainMtaConfig) -> Path:
     """Trains a model on block retrieval and writes it; the job of ``msattn train-mta``.
 
-    Runs with the same seed have the same initial weights, problems and order of problems, whatever their attention. Returns
-    ``outputs/mta/<name>/solver``: weights, and ``result.json`` with configuration and metrics. Checkpoints and metrics over
-    time are in the sibling folder ``runs/solver``. Raises UserError before training if a result exists or the device is
-    missing. Raises TrainingDiverged if a loss is not finite; the last complete checkpoint is kept.
+    Runs with the same seed have the same initial weights, problems and order of problems, whatever
+    their attention. Returns ``outputs/mta/<name>/solver``: weights, and ``result.json`` with
+    configuration and metrics. Checkpoints and metrics over time are in the sibling folder
+    ``runs/solver``. Raises UserError before training if a result exists or the device is missing.
+    Raises TrainingDiverged if a loss is not finite; the last complete checkpoint is kept.
     """
     folder = cfg.folder / "solver"
     artifacts.check_writable(folder, cfg.overwrite, marker=RESULT)
@@ -53,7 +56,9 @@ def train_mta(cfg: TrainMtaConfig) -> Path:
 
 
 def load(folder: Path | str) -> Solver:
-    """Returns the trained solver in ``folder``, in fp32 on the CPU; raises UserError if it is missing or damaged."""
+    """Returns the trained solver in ``folder``, in fp32 on the CPU; raises UserError if it is
+    missing or damaged.
+    """
     from omegaconf import OmegaConf
 
     folder = Path(folder)
@@ -68,7 +73,9 @@ def load(folder: Path | str) -> Solver:
 
 
 def _train(cfg: TrainMtaConfig, solver: Solver, work: Path, tracker: Tracker) -> dict[str, Any]:
-    """Trains ``solver`` and returns its metrics: the last losses, accuracy on unseen problems, steps, seconds."""
+    """Trains ``solver`` and returns its metrics: the last losses, accuracy on unseen problems,
+    steps, seconds.
+    """
     problems = Problems(cfg.mta, cfg.train.steps * cfg.train.batch_size, seed=(cfg.seed, 0))
     unseen = Problems(cfg.mta, cfg.mta.test_problems, seed=(cfg.seed, 1))
     result = fit(

@@ -1,7 +1,8 @@
-"""Programs that are run by name, as ``python -m msattn.trainer.recipes.<program>``, and that nothing else imports.
+"""Programs that are run by name, as ``python -m msattn.trainer.recipes.<program>``, and that
+nothing else imports.
 
-They measure what docs/measurements.md reports, train the embedded model and download public models. Experiments that need no
-program of their own are options of the group ``experiment`` in ``conf/``.
+They measure what docs/measurements.md reports, train the embedded model and download public models.
+Experiments that need no program of their own are options of the group ``experiment`` in ``conf/``.
 """
 
 from argparse import ArgumentParser

@@ -1,20 +1,25 @@
-"""Compares block selections: gates and all methods without training, at the same sparsities or shares, on the same samples.
+"""Compares block selections: gates and all methods without training, at the same sparsities or
+shares, on the same samples.
 
-    python -m msattn.trainer.recipes.comparison OUT OVERRIDES --lengths 2048 4096 8192 --gates outputs/smollm2/*/gate
+    python -m msattn.trainer.recipes.comparison OUT OVERRIDES --lengths 2048 4096 8192 \\
+        --gates outputs/smollm2/*/gate
 
-With ``--shares 0.2 0.1`` every method asks for the sparsities at which it reads these shares of the keys of the chunks of
-perplexity, within 2 % of the share, under the calibrated policy. They are also written, for ``docs/experiments/long_code.py``.
+With ``--shares 0.2 0.1`` every method asks for the sparsities at which it reads these shares of the
+keys of the chunks of perplexity, within 2 % of the share, under the calibrated policy. They are
+also written, for ``docs/experiments/long_code.py``.
 
-OVERRIDES are those of ``msattn eval``: the model, its training text, ``eval.perplexity.*``, ``eval.ruler.*`` and
-``eval.leval.*``. At each length, perplexity with KL divergence and agreement, RULER and, with ``eval.leval.path``, L-Eval
-are measured for each method under each policy. Several processes share the work and the GPUs: first dense attention, with
-which all others are compared, then one method under one policy at a time. Measurements are kept in
-``OUT/<model>-<lengths>``, and the same command continues after an interruption.
+OVERRIDES are those of ``msattn eval``: the model, its training text, ``eval.perplexity.*``,
+``eval.ruler.*`` and ``eval.leval.*``. At each length, perplexity with KL divergence and agreement,
+RULER and, with ``eval.leval.path``, L-Eval are measured for each method under each policy. Several
+processes share the work and the GPUs: first dense attention, with which all others are compared,
+then one method under one policy at a time. Measurements are kept in ``OUT/<model>-<lengths>``, and
+the same command continues after an interruption.
 
-``OUT/comparison.csv`` holds the rows of all models and lengths that are complete: ``model``, ``select``, and the columns of
-``msattn eval``. Rows of gates are named by the folder of their run, or with ``--seeds`` by their ``seed``. They also have the
-paired difference to the best method without training at the same sparsity and policy: ``best_untrained``, ``over_best`` and
-its 95 % interval. With this file in docs/figures, ``python docs/figures/draw.py`` fills the tables
+``OUT/comparison.csv`` holds the rows of all models and lengths that are complete: ``model``,
+``select``, and the columns of ``msattn eval``. Rows of gates are named by the folder of their run,
+or with ``--seeds`` by their ``seed``. They also have the paired difference to the best method
+without training at the same sparsity and policy: ``best_untrained``, ``over_best`` and its 95 %
+interval. With this file in docs/figures, ``python docs/figures/draw.py`` fills the tables
 ``comparison-<model>-<task>`` of a document.
 """
 
@@ -54,12 +59,15 @@ from msattn.trainer.storage.replace import write_table
 
 POLICIES = ("calibrated", "topk")
 TASKS = ("perplexity", "ruler", "leval")
-CLOSE, MOST_TRIES = 0.02, 10  # relative difference from a share up to which it is met; tries to meet it
+# relative difference from a share up to which it is met; tries to meet it
+CLOSE, MOST_TRIES = 0.02, 10
 
 
 @dataclass(frozen=True)
 class Part:
-    """One unit of work for a process: a method under a policy, or a task of dense attention at one length."""
+    """One unit of work for a process: a method under a policy, or a task of dense attention at one
+    length.
+    """
 
     name: str
     out: Path
@@ -69,8 +77,10 @@ class Part:
     policy: str = POLICIES[0]
     scores: str | None = None  # block scores of the gate or of a baseline; None: dense attention
     gate: Path | None = None
-    shares: tuple[float, ...] = ()  # shares of the keys that are to be read; (): sparsities as configured
-    seeds: bool = False  # the rows of a gate have the seed of its training instead of the name of its run
+    # shares of the keys that are to be read; (): sparsities as configured
+    shares: tuple[float, ...] = ()
+    # the rows of a gate have the seed of its training instead of the name of its run
+    seeds: bool = False
     dense: tuple[EvalRow, ...] = ()  # rows of dense attention
 
 
@@ -82,16 +92,38 @@ def _loaded(overrides: tuple[str, ...]) -> Any:
 
 
 def _configured(part: Part, length: int, asked: Sequence[float] = ()) -> Any:
-    sizes = [f"eval.perplexity.length={length}", *(f"eval.{task}.lengths=[{length}]" for task in ("ruler", "leval"))]
+    sizes = [
+        f"eval.perplexity.length={length}",
+        *(f"eval.{task}.lengths=[{length}]" for task in ("ruler", "leval")),
+    ]
     longest = f"data.seq_len={max(part.lengths)}"  # thresholds are calibrated at this length
     tasks = f"eval.tasks=[{','.join(part.tasks)}]"
-    given = [f"eval.{task}.sparsities=[{','.join(map(str, asked))}]" for task in part.tasks] if asked else []
-    return compose("eval", [longest, *sizes, "eval.routers=[]", *part.overrides, *given, tasks, f"select={part.policy}"])
+    given = (
+        [f"eval.{task}.sparsities=[{','.join(map(str, asked))}]" for task in part.tasks]
+        if asked
+        else []
+    )
+    return compose(
+        "eval",
+        [
+            longest,
+            *sizes,
+            "eval.routers=[]",
+            *part.overrides,
+            *given,
+            tasks,
+            f"select={part.policy}",
+        ],
+    )
 
 
 @torch.inference_mode()
-def asked_sparsity(selection: ComparedSelection, loaded: Any, texts: Sequence[Tensor], share: float) -> float:
-    """Returns the sparsity to ask for so that the selection reads this share of the keys of ``texts``."""
+def asked_sparsity(
+    selection: ComparedSelection, loaded: Any, texts: Sequence[Tensor], share: float
+) -> float:
+    """Returns the sparsity to ask for so that the selection reads this share of the keys of
+    ``texts``.
+    """
     low, high, asked = 0.0, SPARSITIES[-1], 1 - share
     for _ in range(MOST_TRIES):
         with selection.attach(loaded.model, replace(selection.select, sparsity=asked)) as sparse:
@@ -111,7 +143,9 @@ def _match(part: Part, job: Job, length: int) -> None:
     path = _asked_path(part, length)
     if path.exists():
         return
-    chunks = heldout_chunks(job.cfg, job.loaded.tokenizer, length, job.cfg.eval.perplexity.num_chunks)
+    chunks = heldout_chunks(
+        job.cfg, job.loaded.tokenizer, length, job.cfg.eval.perplexity.num_chunks
+    )
     texts = [chunks[i]["input_ids"] for i in range(len(chunks))]
     (selection,) = job.methods.block_selections
     found = [[share, asked_sparsity(selection, job.loaded, texts, share)] for share in part.shares]
@@ -128,7 +162,9 @@ def read_asked(part: Part, length: int) -> dict[float, float]:
 
 
 def measure(part: Part) -> list[EvalRow]:
-    """Returns the rows of a part, including those kept from a killed run; runs in its own process."""
+    """Returns the rows of a part, including those kept from a killed run; runs in its own
+    process.
+    """
     loaded, cfg = _loaded(part.overrides), _configured(part, part.lengths[0])
     methods = calibrate_selections(Compared(methods_of(part, cfg, loaded), []), cfg, loaded)
     kept = PartialRows(part.out, settings_of(cfg, loaded, methods), resume=True)
@@ -142,17 +178,29 @@ def measure(part: Part) -> list[EvalRow]:
             job = Job(loaded, configured, methods, Progress(), kept, prepare(configured, loaded))
             if part.shares and part.scores:
                 _match(part, job, length)
-                job = replace(job, cfg=_configured(part, length, [*read_asked(part, length).values()]))
+                job = replace(
+                    job, cfg=_configured(part, length, [*read_asked(part, length).values()])
+                )
             with job.progress:
                 for task in part.tasks:
                     found = task_module(task).run(job)
-                    if task == "perplexity" and not methods.block_selections:  # such a part keeps no row of dense attention
+                    # such a part keeps no row of dense attention
+                    if task == "perplexity" and not methods.block_selections:
                         kept.add(found, task, length, DENSE, "")
         kept.add([], "done")
     rows = [row for row in kept.of_other_tasks(()) if row.method.is_dense == (part.scores is None)]
     if part.shares and part.scores:
-        shares = {(length, asked): share for length in part.lengths for share, asked in read_asked(part, length).items()}
-        rows = [replace(row, setting=Setting("keys", shares[row.extra["length"], row.setting.value or 0.0])) for row in rows]
+        shares = {
+            (length, asked): share
+            for length in part.lengths
+            for share, asked in read_asked(part, length).items()
+        }
+        rows = [
+            replace(
+                row, setting=Setting("keys", shares[row.extra["length"], row.setting.value or 0.0])
+            )
+            for row in rows
+        ]
     if part.gate is None or not part.seeds:
         return rows
     seed = artifacts.read(part.gate, kind="gate").manifest["seed"]
@@ -192,9 +240,13 @@ def parts_of(
     def part(name: str, tasks: tuple[str, ...], lengths: Sequence[int], **fields: Any) -> Part:
         return Part(name, folder / name, tuple(overrides), tuple(lengths), tasks, **fields)
 
-    dense = [part(f"dense-{task}-{length}", (task,), [length]) for task in asked for length in lengths]
+    dense = [
+        part(f"dense-{task}-{length}", (task,), [length]) for task in asked for length in lengths
+    ]
     methods: list[tuple[str, str, Path | None]] = [
-        (f"{scores}-{path.resolve().parent.name}", scores, path) for path in gates for scores in gate_scores
+        (f"{scores}-{path.resolve().parent.name}", scores, path)
+        for path in gates
+        for scores in gate_scores
     ]
     methods += [(name, name, None) for name in baselines]
     return dense, [
@@ -205,7 +257,9 @@ def parts_of(
 
 
 def with_differences(rows: Sequence[tuple[str, EvalRow]]) -> Iterator[tuple[str, EvalRow]]:
-    """Yields rows with their policies; rows of gates have the paired difference to the best row without training."""
+    """Yields rows with their policies; rows of gates have the paired difference to the best row
+    without training.
+    """
     for policy, row in rows:
         quality = record(row.task).quality
         peers = [
@@ -221,13 +275,20 @@ def with_differences(rows: Sequence[tuple[str, EvalRow]]) -> Iterator[tuple[str,
             continue
         best = max(peers, key=lambda each: quality.better * quality.value(each))
         difference, bounds = quality.difference(row, best)
-        found = {"best_untrained": str(best.method), "over_best": difference, "over_best_interval": bounds}
+        found = {
+            "best_untrained": str(best.method),
+            "over_best": difference,
+            "over_best_interval": bounds,
+        }
         yield policy, replace(row, extra=row.extra | found)
 
 
 def write_rows(out: Path, run: str, model: str, rows: Sequence[tuple[str, EvalRow]]) -> None:
     """Writes the table of a run, and the table of all runs in ``out``."""
-    lines = [{"model": model, "select": policy} | flat([row])[0] for policy, row in with_differences(rows)]
+    lines = [
+        {"model": model, "select": policy} | flat([row])[0]
+        for policy, row in with_differences(rows)
+    ]
     write_table(out / f"{run}.csv", lines)
     tables = sorted(path for path in out.glob("*.csv") if path.stem != "comparison")
     written: list[dict[str, Any]] = []
@@ -238,10 +299,14 @@ def write_rows(out: Path, run: str, model: str, rows: Sequence[tuple[str, EvalRo
 
 
 def write_settings(path: Path, parts: Sequence[Part], length: int) -> None:
-    """Writes the sparsities to ask for at a length, by method (``scores:run`` of gates) and share of the keys."""
+    """Writes the sparsities to ask for at a length, by method (``scores:run`` of gates) and share
+    of the keys.
+    """
     found = {}
     for part in parts:
-        name = part.scores if part.gate is None else f"{part.scores}:{part.gate.resolve().parent.name}"
+        name = (
+            part.scores if part.gate is None else f"{part.scores}:{part.gate.resolve().parent.name}"
+        )
         found[name] = read_asked(part, length)
     path.write_text(json.dumps(found), encoding="utf-8")
 
@@ -256,7 +321,9 @@ def _gpus() -> list[str | None]:
 
 
 def _start(folder: Path, gpus: Any) -> None:
-    """Gives a process the next GPU, if there are several, and redirects its output, such as progress, to a file."""
+    """Gives a process the next GPU, if there are several, and redirects its output, such as
+    progress, to a file.
+    """
     gpu = gpus.get()
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before this process uses CUDA
@@ -269,15 +336,43 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argument_parser("comparison", "Compare block selections on one model.")
     parser.add_argument("out", type=Path, help="folder for the results")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn eval")
-    parser.add_argument("--lengths", nargs="+", type=int, required=True, help="lengths of chunks and prompts, in tokens")
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        type=int,
+        required=True,
+        help="lengths of chunks and prompts, in tokens",
+    )
     parser.add_argument("--gates", nargs="*", type=Path, default=[], help="artifacts of gates")
-    parser.add_argument("--scores", nargs="+", choices=GATE_SCORES, default=[*GATE_SCORES], help="scores by the gates")
-    parser.add_argument("--seeds", action="store_true", help="the gates differ only in their training seed")
+    parser.add_argument(
+        "--scores",
+        nargs="+",
+        choices=GATE_SCORES,
+        default=[*GATE_SCORES],
+        help="scores by the gates",
+    )
+    parser.add_argument(
+        "--seeds", action="store_true", help="the gates differ only in their training seed"
+    )
     parser.add_argument("--baselines", nargs="*", choices=BASELINES, default=[*BASELINES])
     parser.add_argument("--policies", nargs="*", choices=POLICIES, default=[*POLICIES])
-    parser.add_argument("--tasks", nargs="*", choices=TASKS, default=[*TASKS], help="leval only with eval.leval.path")
-    parser.add_argument("--shares", nargs="*", type=float, default=[], help="shares of the keys to read, instead of sparsities")
-    parser.add_argument("--processes", type=int, default=7, help="number of processes; they take the GPUs in turn")
+    parser.add_argument(
+        "--tasks",
+        nargs="*",
+        choices=TASKS,
+        default=[*TASKS],
+        help="leval only with eval.leval.path",
+    )
+    parser.add_argument(
+        "--shares",
+        nargs="*",
+        type=float,
+        default=[],
+        help="shares of the keys to read, instead of sparsities",
+    )
+    parser.add_argument(
+        "--processes", type=int, default=7, help="number of processes; they take the GPUs in turn"
+    )
     args = parser.parse_intermixed_args(arguments)
     cfg: Any = compose("eval", args.overrides)
     run = "-".join([cfg.model.name, *map(str, args.lengths)])
@@ -285,13 +380,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     policies = POLICIES[:1] if args.shares else args.policies
     fields = {"gate_scores": args.scores, "seeds": args.seeds, "shares": tuple(args.shares)}
-    dense, sparse = parts_of(folder, args.lengths, args.gates, args.baselines, args.overrides, policies, args.tasks, **fields)
+    dense, sparse = parts_of(
+        folder,
+        args.lengths,
+        args.gates,
+        args.baselines,
+        args.overrides,
+        policies,
+        args.tasks,
+        **fields,
+    )
     rows: list[tuple[str, EvalRow]] = []
     spawn = multiprocessing.get_context("spawn")
     gpus = spawn.Queue()
     for gpu in islice(cycle(_gpus()), args.processes):
         gpus.put(gpu)
-    with ProcessPoolExecutor(args.processes, spawn, initializer=_start, initargs=(folder, gpus)) as pool:
+    with ProcessPoolExecutor(
+        args.processes, spawn, initializer=_start, initargs=(folder, gpus)
+    ) as pool:
         for parts in (dense, sparse):
             measured = tuple(row for _, row in rows)
             given = [replace(part, dense=measured) for part in parts]

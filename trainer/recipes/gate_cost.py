@@ -5,9 +5,10 @@
 uses the model, chunk length and gate of ``msattn train-gate`` with random tokens, and times
 
     forward, <attention>   inference: the forward pass of the model, without logits
-    forward, maxpool       the same with ``maxpool_attention`` as attention: the teacher's part of a step
-    train-gate             a training step: forward pass, block maps, gradients of the gates, AdamW
-    one graph              a step that keeps the losses of all layers in one autograd graph until one backward pass
+    forward, maxpool       the same with ``maxpool_attention`` as attention: the teacher's part of a
+    step train-gate             a training step: forward pass, block maps, gradients of the gates,
+    AdamW one graph              a step that keeps the losses of all layers in one autograd graph
+    until one backward pass
 
 Rows are written to ``outputs/<model.name>/<name>/cost/train_gate.csv``.
 """
@@ -44,19 +45,32 @@ REPEATS = 3  # a step at 128k tokens takes over ten seconds
 GB_PER_GIB = 2**30 / 1e9
 MAXPOOL = "forward, maxpool"
 Row = dict[str, Any]
-Variant = tuple[str, Callable[[], None], str | None]  # its name, a function that runs it, and the SDPA kernel that it uses
+# its name, a function that runs it, and the SDPA kernel that it uses
+Variant = tuple[str, Callable[[], None], str | None]
 
 
 def measure(cfg: TrainGateConfig) -> Iterator[Row]:
-    """Yields a row for each variant as it is measured, with its ratios to the first forward pass and the one with maxpool."""
+    """Yields a row for each variant as it is measured, with its ratios to the first forward pass
+    and the one with maxpool.
+    """
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     teacher, device = loaded.model, loaded.model.device
     models.check_length(teacher.config, cfg.data.seq_len)
     generator = torch.Generator(device).manual_seed(cfg.seed)
     batch, seq_len = cfg.train.least_micro_batch, cfg.data.seq_len
     ids = torch.randint(len(loaded.tokenizer), (batch, seq_len), generator=generator, device=device)
-    machine = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    facts = {"batch": batch, "seq_len": seq_len, "model": cfg.model.name, "device": machine, "torch": torch.__version__}
+    machine = (
+        torch.cuda.get_device_name()
+        if device.type == "cuda"
+        else f"CPU, {torch.get_num_threads()} threads"
+    )
+    facts = {
+        "batch": batch,
+        "seq_len": seq_len,
+        "model": cfg.model.name,
+        "device": machine,
+        "torch": torch.__version__,
+    }
     done: list[Row] = []
     for name, call, kernel in _variants(cfg, teacher, ids):
         done.append({"variant": name} | facts | _timed(call, device, kernel))
@@ -90,7 +104,8 @@ def _infer(teacher: PreTrainedModel, ids: Tensor, attend: Attend | None = None) 
 def _step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> None:
     loss().backward()
     optimizer.step()
-    optimizer.zero_grad(set_to_none=False)  # gradients stay allocated during the next forward pass, as with accumulation
+    # gradients stay allocated during the next forward pass, as with accumulation
+    optimizer.zero_grad(set_to_none=False)
 
 
 def one_graph(gate: Gate, teacher: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -109,7 +124,9 @@ def one_graph(gate: Gate, teacher: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def _timed(call: Callable[[], None], device: torch.device, kernel: str | None) -> Row:
-    """Returns median seconds and peak GiB of device memory, weights included (None on a CPU), or why there are none."""
+    """Returns median seconds and peak GiB of device memory, weights included (None on a CPU), or
+    why there are none.
+    """
     try:
         with use_backend(kernel):
             took = time_ms(call, device.type, repeats=REPEATS, min_repeats=REPEATS)
@@ -126,7 +143,9 @@ def _ratio(row: Row, base: Row | None, figure: str) -> float | None:
 
 
 def cost(cfg: TrainGateConfig) -> Path:
-    """Measures the cost, prints a table, and returns the CSV file of the rows, which replaces an earlier one."""
+    """Measures the cost, prints a table, and returns the CSV file of the rows, which replaces an
+    earlier one.
+    """
     console = Console()
     path = cfg.folder / "cost" / "train_gate.csv"
     rows: list[Row] = []
@@ -137,10 +156,23 @@ def cost(cfg: TrainGateConfig) -> Path:
         write_table(path, rows)
     first = rows[0]
     title = f"{first['model']}, {first['batch']} x {first['seq_len']:,} tokens; {first['device']}"
-    table = with_columns(title, ["", "s", "x inference", "x maxpool", "peak GiB", "x inference"], [""])
+    table = with_columns(
+        title, ["", "s", "x inference", "x maxpool", "peak GiB", "x inference"], [""]
+    )
     for row in (row for row in rows if row["seconds"]):
-        figures = [row[name] for name in ("seconds", "over_inference", "over_maxpool", "peak_gib", "memory_over_inference")]
-        table.add_row(row["variant"], *("" if value is None else f"{value:.4g}" for value in figures))
+        figures = [
+            row[name]
+            for name in (
+                "seconds",
+                "over_inference",
+                "over_maxpool",
+                "peak_gib",
+                "memory_over_inference",
+            )
+        ]
+        table.add_row(
+            row["variant"], *("" if value is None else f"{value:.4g}" for value in figures)
+        )
     console.print(table)
     notes = [f"{row['variant']}: {row['note']}" for row in rows if row["note"]]
     for note in (*notes, *([CPU_NOTE] if first["device"].startswith("CPU") else [])):

@@ -1,17 +1,21 @@
-"""NVIDIA's kvpress (https://github.com/NVIDIA/kvpress) on the prompts of ``eval=ruler``, in the columns of its results.
+"""NVIDIA's kvpress (https://github.com/NVIDIA/kvpress) on the prompts of ``eval=ruler``, in the
+columns of its results.
 
-kvpress 0.5 needs transformers below 5.3, older than msattn's, so this program runs in three steps. The second runs as a plain
-file in its own environment (``pip install kvpress``), without msattn::
+kvpress 0.5 needs transformers below 5.3, older than msattn's, so this program runs in three steps.
+The second runs as a plain file in its own environment (``pip install kvpress``), without msattn::
 
-    python -m msattn.trainer.recipes.kvpress_ruler prompts prompts.jsonl OVERRIDES        # those of msattn eval eval=ruler
-    KVPRESS/bin/python trainer/recipes/kvpress_ruler.py answers MODEL prompts.jsonl answers.jsonl --shares 0.05 0.1 0.2
+    python -m msattn.trainer.recipes.kvpress_ruler prompts prompts.jsonl OVERRIDES
+    KVPRESS/bin/python trainer/recipes/kvpress_ruler.py answers MODEL prompts.jsonl answers.jsonl \\
+        --shares 0.05 0.1 0.2
     python -m msattn.trainer.recipes.kvpress_ruler rows prompts.jsonl kvpress.csv answers.jsonl
 
-A press removes keys from the cache after a dense prefill of the prompt, including the question but not its last token; decoding
-starts with that token. msattn's routings read RULER in the same way, but choose keys for each token. The share of the keys
-that is kept is counted in the cache. ``--part 0/7`` answers the first of seven parts of the prompts, for parallel
-processes with a file each; ``rows`` takes all files. Answers that are already in a file are not generated again. Presses that
-need weights or statistics of a model (DuoAttention, QFilter, FastKVzip and others) are left out.
+OVERRIDES are those of ``msattn eval eval=ruler``. A press removes keys from the cache after a dense
+prefill of the prompt, including the question but not its last token; decoding starts with that
+token. msattn's routings read RULER in the same way, but choose keys for each token. The share of
+the keys that is kept is counted in the cache. ``--part 0/7`` answers the first of seven parts of
+the prompts, for parallel processes with a file each; ``rows`` takes all files. Answers that are
+already in a file are not generated again. Presses that need weights or statistics of a model
+(DuoAttention, QFilter, FastKVzip and others) are left out.
 """
 
 import json
@@ -22,7 +26,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-PRESSES: dict[str, Callable[[Any, float], Any]] = {  # (module kvpress, share of the keys to remove) -> press
+# (module kvpress, share of the keys to remove) -> press
+PRESSES: dict[str, Callable[[Any, float], Any]] = {
     "dense": lambda kvpress, removed: None,
     "StreamingLLM": lambda kvpress, removed: kvpress.StreamingLLMPress(removed),
     "TOVA": lambda kvpress, removed: kvpress.TOVAPress(removed),
@@ -31,13 +36,17 @@ PRESSES: dict[str, Callable[[Any, float], Any]] = {  # (module kvpress, share of
     "PyramidKV": lambda kvpress, removed: kvpress.PyramidKVPress(removed),
     "ExpectedAttention": lambda kvpress, removed: kvpress.ExpectedAttentionPress(removed),
     "Ada-SnapKV": lambda kvpress, removed: kvpress.AdaKVPress(kvpress.SnapKVPress(removed)),
-    "Ada-ExpectedAttention": lambda kvpress, removed: kvpress.AdaKVPress(kvpress.ExpectedAttentionPress(removed)),
+    "Ada-ExpectedAttention": lambda kvpress, removed: kvpress.AdaKVPress(
+        kvpress.ExpectedAttentionPress(removed)
+    ),
     "KVzip": lambda kvpress, removed: kvpress.KVzipPress(removed),
 }
 
 
 def write_prompts(path: Path, overrides: Sequence[str]) -> None:
-    """Writes the prompts that ``msattn eval eval=ruler`` would answer with ``overrides``, a JSON object in each line."""
+    """Writes the prompts that ``msattn eval eval=ruler`` would answer with ``overrides``, a JSON
+    object in each line.
+    """
     from msattn.trainer import models
     from msattn.trainer.commands.compose import compose
     from msattn.trainer.data.tasks.ruler import TASKS
@@ -58,7 +67,9 @@ def write_prompts(path: Path, overrides: Sequence[str]) -> None:
 
 
 def write_answers(args: Namespace) -> None:
-    """Appends each press's answer to each prompt at each share, as JSON lines; needs only kvpress and transformers."""
+    """Appends each press's answer to each prompt at each share, as JSON lines; needs only kvpress
+    and transformers.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -66,30 +77,46 @@ def write_answers(args: Namespace) -> None:
     kvpress = import_module("kvpress")  # no dependency of msattn
     logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).to(args.device).eval()
+    model: Any = (
+        AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
+        .to(args.device)
+        .eval()
+    )
     args.answers.touch()
     prompts, done = _lines(args.prompts), {_key(each) for each in _lines(args.answers)}
     part, parts = map(int, args.part.split("/"))
     with args.answers.open("a", encoding="utf-8") as file:
-        tried = [(press, share) for press in args.presses for share in ([1.0] if press == "dense" else args.shares)]
+        tried = [
+            (press, share)
+            for press in args.presses
+            for share in ([1.0] if press == "dense" else args.shares)
+        ]
         for press, share in tried:
             for number, prompt in enumerate(prompts):
                 answer = {"press": press, "share": share, "prompt": number}
                 if number % parts == part and _key(answer) not in done:
                     with torch.inference_mode():
-                        answer |= _answered(model, tokenizer, PRESSES[press](kvpress, 1 - share), prompt)
+                        answer |= _answered(
+                            model, tokenizer, PRESSES[press](kvpress, 1 - share), prompt
+                        )
                     file.write(json.dumps(answer) + "\n")
                     file.flush()
 
 
 def _answered(model: Any, tokenizer: Any, press: Any, prompt: dict[str, Any]) -> dict[str, Any]:
-    """Returns text and tokens of the greedy answer, the share of the keys that were kept, and seconds."""
+    """Returns text and tokens of the greedy answer, the share of the keys that were kept, and
+    seconds.
+    """
     from contextlib import nullcontext
 
     import torch
     from transformers import DynamicCache
 
-    ids, cache, begin = torch.tensor([prompt["ids"]], device=model.device), DynamicCache(), time.perf_counter()
+    ids, cache, begin = (
+        torch.tensor([prompt["ids"]], device=model.device),
+        DynamicCache(),
+        time.perf_counter(),
+    )
     with nullcontext() if press is None else press(model):
         model.model(input_ids=ids[:, :-1], past_key_values=cache)
     kept, token, new = _kept_share(model, cache, ids.shape[1] - 1), ids[:, -1:], []
@@ -100,13 +127,17 @@ def _answered(model: Any, tokenizer: Any, press: Any, prompt: dict[str, Any]) ->
         token = logits[:, -1:].argmax(-1)
         new.append(token.item())
         text = tokenizer.decode(new, skip_special_tokens=True)
-        if new[-1] in (ends if isinstance(ends, list) else [ends]) or _is_complete(prompt["sample"], text):
+        if new[-1] in (ends if isinstance(ends, list) else [ends]) or _is_complete(
+            prompt["sample"], text
+        ):
             break
     return {"text": text, "tokens": new, "kept": kept, "seconds": time.perf_counter() - begin}
 
 
 def _kept_share(model: Any, cache: Any, tokens: int) -> float:
-    """Returns the share of the keys that is left in the cache; some presses leave keys there and mask them."""
+    """Returns the share of the keys that is left in the cache; some presses leave keys there and
+    mask them.
+    """
     left = every = 0
     for layer, block in zip(cache.layers, model.model.layers, strict=True):
         heads, keys = layer.keys.shape[1:3]
@@ -123,15 +154,24 @@ def _is_complete(sample: dict[str, Any], text: str) -> bool:
 
 
 def write_rows(prompts: Path, table: Path, answers: Sequence[Path]) -> None:
-    """Writes the rows of all presses in the format of ``results.csv`` of ``eval=ruler``; dense attention must be among them."""
+    """Writes the rows of all presses in the format of ``results.csv`` of ``eval=ruler``; dense
+    attention must be among them.
+    """
     from msattn.trainer.evaluate.row import flat
     from msattn.trainer.storage.replace import write_table
 
-    write_table(table, flat(list(press_rows(_lines(prompts), [line for path in answers for line in _lines(path)]))))
+    write_table(
+        table,
+        flat(
+            list(press_rows(_lines(prompts), [line for path in answers for line in _lines(path)]))
+        ),
+    )
 
 
 def press_rows(prompts: list[dict[str, Any]], answers: list[dict[str, Any]]) -> "Iterator[Any]":
-    """Yields an ``EvalRow`` for each length, press and share; raises UserError if answers are missing."""
+    """Yields an ``EvalRow`` for each length, press and share; raises UserError if answers are
+    missing.
+    """
     from contextlib import nullcontext
     from statistics import fmean
 
@@ -144,20 +184,35 @@ def press_rows(prompts: list[dict[str, Any]], answers: list[dict[str, Any]]) -> 
     from msattn.trainer.methods.base import DENSE, Method
 
     found = {_key(each): each for each in answers}
-    tried = sorted({(each["press"], each["share"]) for each in answers}, key=lambda each: each[0] != "dense")
+    tried = sorted(
+        {(each["press"], each["share"]) for each in answers}, key=lambda each: each[0] != "dense"
+    )
     for length in dict.fromkeys(prompt["length"] for prompt in prompts):
-        dense, numbers = None, [number for number, prompt in enumerate(prompts) if prompt["length"] == length]
+        dense, numbers = (
+            None,
+            [number for number, prompt in enumerate(prompts) if prompt["length"] == length],
+        )
         samples: dict[str, list[Sample]] = {}
         for number in numbers:
-            samples.setdefault(prompts[number]["task"], []).append(Sample(**prompts[number]["sample"]))
+            samples.setdefault(prompts[number]["task"], []).append(
+                Sample(**prompts[number]["sample"])
+            )
         for press, share in tried:
             given = [found.get((press, share, number)) for number in numbers]
             if missing := given.count(None):
-                raise UserError(f"{press} at {share:g} of the keys: {missing} of {len(given)} answers are missing")
+                raise UserError(
+                    f"{press} at {share:g} of the keys: {missing} of {len(given)} answers are "
+                    f"missing"
+                )
             own = [each for each in given if each is not None]
-            spent = {"selectivity": fmean(each["kept"] for each in own), "latency_s": fmean(each["seconds"] for each in own)}
+            spent = {
+                "selectivity": fmean(each["kept"] for each in own),
+                "latency_s": fmean(each["seconds"] for each in own),
+            }
             method = DENSE if press == "dense" else Method(f"kvpress {press}")
-            case = MethodSetting(method, Setting() if method.is_dense else Setting("keys", share), nullcontext)
+            case = MethodSetting(
+                method, Setting() if method.is_dense else Setting("keys", share), nullcontext
+            )
             texts = Answers([each["tokens"] for each in own], [each["text"] for each in own], spent)
             row = ruler.as_row(case, samples, texts, length, dense)
             dense = row if method.is_dense else dense
@@ -186,7 +241,13 @@ def main() -> None:
     step.add_argument("prompts", type=Path)
     step.add_argument("answers", type=Path)
     step.add_argument("--presses", nargs="+", choices=PRESSES, default=[*PRESSES])
-    step.add_argument("--shares", nargs="+", type=float, default=[0.05, 0.1, 0.2], help="shares of the keys to keep")
+    step.add_argument(
+        "--shares",
+        nargs="+",
+        type=float,
+        default=[0.05, 0.1, 0.2],
+        help="shares of the keys to keep",
+    )
     step.add_argument("--part", default="0/1", help="part of the prompts, as INDEX/PARTS")
     step.add_argument("--device", default="cuda")
     step.add_argument("--dtype", default="bfloat16")

@@ -2,8 +2,9 @@
 
     python -m msattn.trainer.recipes.overlap TRAIN... --heldout TEST...
 
-Each argument is a text file, a folder or a glob. Prints how many of the sampled windows of the held-out texts are also in the
-training texts. Exit code 0 without one, 1 with some, 2 for a path that cannot be read.
+Each argument is a text file, a folder or a glob. Prints how many of the sampled windows of the
+held-out texts are also in the training texts. Exit code 0 without one, 1 with some, 2 for a path
+that cannot be read.
 """
 
 from collections.abc import Sequence
@@ -19,12 +20,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     parser = argument_parser("overlap", "Compare texts.")
     parser.add_argument("train", nargs="+", help="training texts: files, folders or globs")
-    parser.add_argument("--heldout", nargs="+", required=True, help="texts that training must not see")
+    parser.add_argument(
+        "--heldout", nargs="+", required=True, help="texts that training must not see"
+    )
     args = parser.parse_args(arguments)
     train = chain.from_iterable(local_documents("train", path) for path in args.train)
     heldout = chain.from_iterable(local_documents("--heldout", path) for path in args.heldout)
     shared, total = shared_windows(train, heldout)
-    print(f"{shared:,} of {total:,} windows of {WINDOW} characters are also in the training texts (one in {SAMPLED} sampled)")
+    print(
+        f"{shared:,} of {total:,} windows of {WINDOW} characters are also in the training texts "
+        f"(one in {SAMPLED} sampled)"
+    )
     return 1 if shared else 0
 
 

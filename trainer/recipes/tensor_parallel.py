@@ -1,18 +1,22 @@
 """Measures sparse and dense attention of a model that is split across GPUs (tensor parallelism).
 
-    torchrun --nproc-per-node 4 -m msattn.trainer.recipes.tensor_parallel model=llama3 model.path=FOLDER select.sparsity=0.9
+    torchrun --nproc-per-node 4 -m msattn.trainer.recipes.tensor_parallel model=llama3
+    model.path=FOLDER select.sparsity=0.9
 
-takes the overrides of ``msattn eval``: the model's folder, and from ``eval.throughput`` the lengths, the requests and their new
-tokens. Prompts are random tokens. Gate and classifier have random weights, which cost as much as trained ones. Without
-``torchrun``, one GPU is measured. Each length has three rows:
+takes the overrides of ``msattn eval``: the model's folder, and from ``eval.throughput`` the
+lengths, the requests and their new tokens. Prompts are random tokens. Gate and classifier have
+random weights, which cost as much as trained ones. Without ``torchrun``, one GPU is measured. Each
+length has three rows:
 
-    dense       transformers' ``generate``; with ``--engine generate_batch`` msattn's kernels over pages
-    sparse      attached, with the share of the blocks and the number of buckets that ``msattn eval`` takes
-    every key   attached, with all blocks and all buckets: the answers are those of dense attention, up to rounding
+    dense       transformers' ``generate``; with ``--engine generate_batch`` msattn's kernels over
+    pages sparse      attached, with the share of the blocks and the number of buckets that
+    ``msattn eval`` takes every key   attached, with all blocks and all buckets: the answers are
+    those of dense attention, up to rounding
 
-``generate`` answers only the first request; its rate counts new tokens after the prompt, while that of ``generate_batch``
-includes the prompts. ``equal`` counts the tokens of each answer before the first one that differs from dense attention, and
-``gap`` is the difference between dense attention's two largest logits there. Rows, with all new tokens, are written to
+``generate`` answers only the first request; its rate counts new tokens after the prompt, while that
+of ``generate_batch`` includes the prompts. ``equal`` counts the tokens of each answer before the
+first one that differs from dense attention, and ``gap`` is the difference between dense attention's
+two largest logits there. Rows, with all new tokens, are written to
 ``outputs/<model.name>/<name>/tensor_parallel/<engine>-<ranks>.json`` as they are measured.
 """
 
@@ -47,12 +51,23 @@ from msattn.trainer.storage.replace import replace_file
 
 ENGINES = ("generate", "generate_batch")
 WARMUP_TOKENS = 4  # new tokens that are not timed
-COLUMNS = ("attention", "tokens", "requests", "first token (s)", "new tokens/s", "GiB per GPU", "equal", "gap")
+COLUMNS = (
+    "attention",
+    "tokens",
+    "requests",
+    "first token (s)",
+    "new tokens/s",
+    "GiB per GPU",
+    "equal",
+    "gap",
+)
 Attached = Callable[[], AbstractContextManager[Sparse | None]]
 
 
 class Answers(NamedTuple):
-    """New tokens of each request, their time and memory; ``gaps`` between the two largest logits of each token, if known."""
+    """New tokens of each request, their time and memory; ``gaps`` between the two largest logits of
+    each token, if known.
+    """
 
     tokens: list[list[int]]
     first_token_s: float
@@ -62,7 +77,9 @@ class Answers(NamedTuple):
 
 
 def measure(cfg: EvalRunConfig, engine: str, *, cuda_graphs: bool) -> Iterator[dict[str, Any]]:
-    """Yields a row for each length, number of requests and kind of attention; every rank must iterate."""
+    """Yields a row for each length, number of requests and kind of attention; every rank must
+    iterate.
+    """
     model = _load(cfg)
     settings, alone = cfg.eval.throughput, engine == "generate"
     for length, requests in product(settings.lengths, [1] if alone else settings.requests):
@@ -71,13 +88,20 @@ def measure(cfg: EvalRunConfig, engine: str, *, cuda_graphs: bool) -> Iterator[d
         for name, attached in _cases(cfg, model, alone=alone, cuda_graphs=cuda_graphs).items():
             release_memory()  # frees the last measurement's cache and graphs
             if alone:
-                generate(model, attached, prompts[0][: max(1, length // 4)], WARMUP_TOKENS + 2)  # kernels compile
+                # kernels compile
+                generate(model, attached, prompts[0][: max(1, length // 4)], WARMUP_TOKENS + 2)
                 found = generate(model, attached, prompts[0], settings.tokens)
             else:
                 run = throughput.measure(model, attached, prompts, settings)
                 found = Answers(run.answers, run.first_token(0.5), run.rate, run.peak_mb, [])
             dense = dense or found
-            case = {"engine": engine, "attention": name, "ranks": num_ranks(), "length": length, "requests": requests}
+            case = {
+                "engine": engine,
+                "attention": name,
+                "ranks": num_ranks(),
+                "length": length,
+                "requests": requests,
+            }
             yield case | found._asdict() | _compared(found, dense)
 
 
@@ -90,20 +114,29 @@ def _load(cfg: EvalRunConfig) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(cfg.model.path, dtype=dtype, **placed)
     except (OSError, ValueError) as error:
         raise UserError(f"model.path={cfg.model.path}: {first_line(error)}") from error
-    head_shard(model)  # refuses numbers of ranks that do not divide the heads; dense attention would fail with them
+    # refuses numbers of ranks that do not divide the heads; dense attention would fail with them
+    head_shard(model)
     return model.eval().requires_grad_(False)
 
 
-def _cases(cfg: EvalRunConfig, model: PreTrainedModel, *, alone: bool, cuda_graphs: bool) -> dict[str, Attached]:
+def _cases(
+    cfg: EvalRunConfig, model: PreTrainedModel, *, alone: bool, cuda_graphs: bool
+) -> dict[str, Attached]:
     """Returns a function for each kind of attention that attaches it, dense first."""
     torch.manual_seed(cfg.seed)  # every rank takes its heads of the same gate
     gate, routing = random_gate(cfg, model), random_router(cfg, model)
     served = {"gate": gate.gate, "qmodel": routing.router, "cuda_graphs": cuda_graphs}
     ((_, setting),) = routing.own_settings()
-    everything = {"select": SelectConfig(sparsity=0.0), "probes": routing.router.num_buckets, "dense_layers": ()}
+    everything = {
+        "select": SelectConfig(sparsity=0.0),
+        "probes": routing.router.num_buckets,
+        "dense_layers": (),
+    }
     sparse = {"select": gate.select, **routing.attach_options(setting)}
     return {
-        "dense": nullcontext if alone else partial(attach, model, **served, **sparse, dense_below=ALWAYS_DENSE),
+        "dense": nullcontext
+        if alone
+        else partial(attach, model, **served, **sparse, dense_below=ALWAYS_DENSE),
         "sparse": partial(attach, model, **served, **sparse, dense_below=0),
         "every key": partial(attach, model, **served, **everything, dense_below=0),
     }
@@ -111,7 +144,9 @@ def _cases(cfg: EvalRunConfig, model: PreTrainedModel, *, alone: bool, cuda_grap
 
 @torch.no_grad()
 def generate(model: Any, attached: Attached, prompt: list[int], new_tokens: int) -> Answers:
-    """Returns the greedy answer of ``new_tokens`` tokens to one prompt, at least two more than :data:`WARMUP_TOKENS`."""
+    """Returns the greedy answer of ``new_tokens`` tokens to one prompt, at least two more than
+    :data:`WARMUP_TOKENS`.
+    """
     ids, clock = torch.tensor([prompt], device=model.device), TokenClock()
     with attached(), cost(model.device) as spent:
         begin = time.perf_counter()
@@ -139,21 +174,31 @@ def _gap(logits: Tensor) -> float:
 
 
 def _compared(found: Answers, dense: Answers) -> dict[str, Any]:
-    """Returns how many tokens of each answer equal dense attention's, and the ``gap`` at the first that differs, if known."""
+    """Returns how many tokens of each answer equal dense attention's, and the ``gap`` at the first
+    that differs, if known.
+    """
     equal = [common_prefix(*pair) for pair in zip(found.tokens, dense.tokens, strict=True)]
-    return {"equal": equal, "gap": dense.gaps[equal[0]] if dense.gaps and equal[0] < len(dense.gaps) else None}
+    return {
+        "equal": equal,
+        "gap": dense.gaps[equal[0]] if dense.gaps and equal[0] < len(dense.gaps) else None,
+    }
 
 
 def main() -> None:
     """Measures an engine, and prints its rows as they are measured."""
     parser = argument_parser("tensor_parallel", "Measure a model that is split across GPUs.")
-    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="engine that answers the prompts")
+    parser.add_argument(
+        "--engine", choices=ENGINES, default=ENGINES[0], help="engine that answers the prompts"
+    )
     parser.add_argument("--eager", action="store_true", help="generate_batch without CUDA graphs")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn eval")
     args = parser.parse_intermixed_args()
     cfg: EvalRunConfig = compose("eval", args.overrides)
     if cfg.eval.throughput.tokens < WARMUP_TOKENS + 2:
-        raise UserError(f"eval.throughput.tokens={cfg.eval.throughput.tokens}: expected at least {WARMUP_TOKENS + 2}")
+        raise UserError(
+            f"eval.throughput.tokens={cfg.eval.throughput.tokens}: expected at least "
+            f"{WARMUP_TOKENS + 2}"
+        )
     path = cfg.folder / "tensor_parallel" / f"{args.engine}-{num_ranks()}.json"
     rows: list[dict[str, Any]] = []
     with locked(path):
@@ -161,12 +206,19 @@ def main() -> None:
             for row in measure(cfg, args.engine, cuda_graphs=not args.eager):
                 rows.append(row)
                 if is_main_rank():
-                    print("  ".join(f"{title} {cell}" for title, cell in zip(COLUMNS, _cells(row), strict=True)), flush=True)
+                    print(
+                        "  ".join(
+                            f"{title} {cell}"
+                            for title, cell in zip(COLUMNS, _cells(row), strict=True)
+                        ),
+                        flush=True,
+                    )
                     with replace_file(path) as new:
                         new.write_text(json.dumps(rows) + "\n")
         except torch.OutOfMemoryError as error:
             raise UserError(
-                "device=cuda: too little memory; reduce eval.throughput.lengths or eval.throughput.requests"
+                "device=cuda: too little memory; reduce eval.throughput.lengths or "
+                "eval.throughput.requests"
             ) from error
 
 
@@ -174,7 +226,14 @@ def _cells(row: dict[str, Any]) -> list[str]:
     figures = [row["first_token_s"], row["tokens_per_s"], row["peak_mb"] / 1024]
     equal = ", ".join(map(str, row["equal"])) + f" of {len(row['tokens'][0])}"
     gap = "" if row["gap"] is None else f"{row['gap']:.3g}"
-    return [row["attention"], f"{row['length']:,}", str(row["requests"]), *(f"{each:.4g}" for each in figures), equal, gap]
+    return [
+        row["attention"],
+        f"{row['length']:,}",
+        str(row["requests"]),
+        *(f"{each:.4g}" for each in figures),
+        equal,
+        gap,
+    ]
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Compares sparse attention inside vLLM with vLLM's own attention, on the same requests.
 
-    python -m msattn.trainer.recipes.vllm_speed MODEL --msattn '{"gate": "outputs/my/base", "qmodel": "outputs/my/base"}'
+    python -m msattn.trainer.recipes.vllm_speed MODEL \\
+        --msattn '{"gate": "outputs/my/base", "qmodel": "outputs/my/base"}'
 
-The requests are random tokens and arrive at once; one more is measured alone. With ``--shared`` as many requests follow that
-begin with the same tokens, the first of them alone. Each engine runs in its own process, so that the GPU's memory is free, with
-vLLM's defaults except for the limits of lengths and requests. With ``--engine '{"load_format": "dummy"}'`` weights are random,
-and MODEL needs only a config.json.
+The requests are random tokens and arrive at once; one more is measured alone. With ``--shared`` as
+many requests follow that begin with the same tokens, the first of them alone. Each engine runs in
+its own process, so that the GPU's memory is free, with vLLM's defaults except for the limits of
+lengths and requests. With ``--engine '{"load_format": "dummy"}'`` weights are random, and MODEL
+needs only a config.json.
 """
 
 import argparse
@@ -46,7 +48,9 @@ FIGURES = {  # key: title
     "shared_cached": "share of their tokens found in the cache",
     "shared_sparsity": "share of the blocks left out by their others",
 }
-LESS_MEMORY = "a smaller --length, fewer --requests or a lower gpu_memory_utilization in --engine need less"
+LESS_MEMORY = (
+    "a smaller --length, fewer --requests or a lower gpu_memory_utilization in --engine need less"
+)
 WARM_UP = 4  # new tokens of the warm-up requests, which compile kernels
 
 
@@ -55,31 +59,60 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, engine = _mapping("--msattn", args.msattn), _mapping("--engine", args.engine)
     for name in ("length", "requests", "new"):
         least = 1 + (name == "new")  # the time of a token is that between two
-        require(getattr(args, name) >= least, f"--{name}", getattr(args, name), f"expected at least {least}")
+        require(
+            getattr(args, name) >= least,
+            f"--{name}",
+            getattr(args, name),
+            f"expected at least {least}",
+        )
     fits = 0 <= args.shared < args.length and (not args.shared or args.requests > 1)
-    require(fits, "--shared", args.shared, "expected 0 or, with at least 2 --requests, a number below --length")
+    require(
+        fits,
+        "--shared",
+        args.shared,
+        "expected 0 or, with at least 2 --requests, a number below --length",
+    )
     if find_spec("vllm") is None:
-        raise UserError("vLLM is not installed; run pip install 'msattn[vllm]', in an environment of its own")
-    file = Path(args.json).resolve() if args.json else None  # if it is a link, the target is replaced
+        raise UserError(
+            "vLLM is not installed; run pip install 'msattn[vllm]', in an environment of its own"
+        )
+    # if it is a link, the target is replaced
+    file = Path(args.json).resolve() if args.json else None
     ok = file is None or ((file.is_file() or not file.exists()) and os.access(file.parent, os.W_OK))
     require(ok, "--json", file, "expected a file in a folder that can be written")
     requests = args.length, args.requests, args.new, args.shared
-    found = {name: _in_process(args.model, engine, given, *requests) for name, given in (("vLLM", None), ("msattn", options))}
+    found = {
+        name: _in_process(args.model, engine, given, *requests)
+        for name, given in (("vLLM", None), ("msattn", options))
+    }
     _show(found, f"{args.requests} requests of {args.length:,} tokens, {args.new} new tokens each")
     if file is not None:
         with locked(file), replace_file(file) as new:
-            new.write_text(json.dumps({**vars(args), "figures": found}, indent=2) + "\n", encoding="utf-8")
+            new.write_text(
+                json.dumps({**vars(args), "figures": found}, indent=2) + "\n", encoding="utf-8"
+            )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argument_parser("vllm_speed", "Compare two engines.")
     parser.add_argument("model", help="folder or Hub id of a model")
-    parser.add_argument("--msattn", required=True, help='JSON, as additional_config["msattn"] of vLLM')
-    parser.add_argument("--engine", default="{}", help='JSON, parameters of vLLM\'s LLM, e.g. {"tensor_parallel_size": 2}')
+    parser.add_argument(
+        "--msattn", required=True, help='JSON, as additional_config["msattn"] of vLLM'
+    )
+    parser.add_argument(
+        "--engine",
+        default="{}",
+        help='JSON, parameters of vLLM\'s LLM, e.g. {"tensor_parallel_size": 2}',
+    )
     parser.add_argument("--length", type=int, default=32768, help="tokens per prompt")
     parser.add_argument("--requests", type=int, default=8, help="requests that arrive at once")
     parser.add_argument("--new", type=int, default=128, help="new tokens per request")
-    parser.add_argument("--shared", type=int, default=0, help="also measure requests that share this many first tokens")
+    parser.add_argument(
+        "--shared",
+        type=int,
+        default=0,
+        help="also measure requests that share this many first tokens",
+    )
     parser.add_argument("--json", help="file to write the figures to")
     return parser
 
@@ -101,7 +134,9 @@ def _in_process(*arguments: Any) -> dict[str, float | None]:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             found = pool.submit(_measured, *arguments).result()
     except BrokenProcessPool as error:
-        raise UserError(f"{name}: the engine's process ended, probably for lack of memory; {LESS_MEMORY}") from error
+        raise UserError(
+            f"{name}: the engine's process ended, probably for lack of memory; {LESS_MEMORY}"
+        ) from error
     if isinstance(found, Exception):
         found.args = (f"{name}: {found}",)
         raise found
@@ -109,7 +144,9 @@ def _in_process(*arguments: Any) -> dict[str, float | None]:
 
 
 def _measured(*arguments: Any) -> dict[str, float | None] | UserError | Fault:
-    """Returns :func:`measure`; turns its error into one of ours, because not all of vLLM's can be sent to another process."""
+    """Returns :func:`measure`; turns its error into one of ours, because not all of vLLM's can be
+    sent to another process.
+    """
     from torch import OutOfMemoryError
 
     try:
@@ -125,9 +162,17 @@ def _measured(*arguments: Any) -> dict[str, float | None] | UserError | Fault:
 
 
 def measure(
-    model: str, engine: Mapping[str, Any], options: Mapping[str, Any] | None, length: int, requests: int, new: int, shared: int
+    model: str,
+    engine: Mapping[str, Any],
+    options: Mapping[str, Any] | None,
+    length: int,
+    requests: int,
+    new: int,
+    shared: int,
 ) -> dict[str, float | None]:
-    """Returns the :data:`FIGURES` of vLLM's own attention, or of msattn with ``options``. Uses the process's GPUs."""
+    """Returns the :data:`FIGURES` of vLLM's own attention, or of msattn with ``options``. Uses the
+    process's GPUs.
+    """
     llm = start(model, engine, options, length + new, requests)
     figures = answered(llm, length, requests, new)
     figures |= with_prefix(llm, length, requests, new, shared) if shared else {}
@@ -135,9 +180,18 @@ def measure(
     return {key: figures.get(key) for key in FIGURES}
 
 
-def start(model: str, engine: Mapping[str, Any], options: Mapping[str, Any] | None, length: int, requests: int) -> Any:
-    """Returns vLLM's LLM for this many requests of ``length`` tokens, answers included; ``engine`` has further parameters."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's errors are raised in this process
+def start(
+    model: str,
+    engine: Mapping[str, Any],
+    options: Mapping[str, Any] | None,
+    length: int,
+    requests: int,
+) -> Any:
+    """Returns vLLM's LLM for this many requests of ``length`` tokens, answers included; ``engine``
+    has further parameters.
+    """
+    # the engine's errors are raised in this process
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for the statistics of the workers
     from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.llm import LLM
@@ -146,17 +200,25 @@ def start(model: str, engine: Mapping[str, Any], options: Mapping[str, Any] | No
 
     accepted = [*signature(LLM).parameters, *(each.name for each in fields(EngineArgs))]
     for key in engine:
-        require(key in accepted, "--engine", key, f"vLLM has no such parameter{nearest(key, accepted)}")
+        require(
+            key in accepted, "--engine", key, f"vLLM has no such parameter{nearest(key, accepted)}"
+        )
     given: dict[str, Any] = {"max_model_len": length, "max_num_seqs": requests}
     if options is not None:
-        given |= {"attention_backend": backend_name(), "additional_config": {SECTION: dict(options)}}
-    return LLM(model=model, skip_tokenizer_init=True, disable_log_stats=False, **{**given, **engine})
+        given |= {
+            "attention_backend": backend_name(),
+            "additional_config": {SECTION: dict(options)},
+        }
+    return LLM(
+        model=model, skip_tokenizer_init=True, disable_log_stats=False, **{**given, **engine}
+    )
 
 
 def answered(llm: Any, length: int, requests: int, new: int) -> dict[str, float | None]:
     """Returns the figures of requests without a common prefix."""
     prompts = _prompts(requests + 1, length, llm)
-    for warm_up in (prompts[:1], prompts[1:]):  # whole: kernels also compile for lengths of chunks behind others
+    # whole: kernels also compile for lengths of chunks behind others
+    for warm_up in (prompts[:1], prompts[1:]):
         _generate(llm, warm_up, WARM_UP)
         _forget(llm)
     together = [each.metrics for each in _generate(llm, prompts[1:], new)]
@@ -178,8 +240,12 @@ def answered(llm: Any, length: int, requests: int, new: int) -> dict[str, float 
     }
 
 
-def with_prefix(llm: Any, length: int, requests: int, new: int, shared: int) -> dict[str, float | None]:
-    """Returns the figures of requests that share their first ``shared`` tokens: one alone, then the others at once."""
+def with_prefix(
+    llm: Any, length: int, requests: int, new: int, shared: int
+) -> dict[str, float | None]:
+    """Returns the figures of requests that share their first ``shared`` tokens: one alone, then the
+    others at once.
+    """
     prompts = _prompts(requests, length, llm)
     prompts = [prompts[0][:shared] + prompt[shared:] for prompt in prompts]
     for tokens in (WARM_UP, new):  # new lengths of chunks and prefixes compile kernels
@@ -217,7 +283,9 @@ def _prompts(count: int, length: int, llm: Any) -> list[list[int]]:
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(llm.model_config.get_vocab_size(), (count, length), generator=generator).tolist()
+    return torch.randint(
+        llm.model_config.get_vocab_size(), (count, length), generator=generator
+    ).tolist()
 
 
 def _generate(llm: Any, prompts: Sequence[list[int]], new: int) -> list[Any]:

@@ -1,4 +1,6 @@
-"""The public functions ``attach`` and ``enable``, which run a model with sparse attention, and ``load`` for artifacts."""
+"""The public functions ``attach`` and ``enable``, which run a model with sparse attention, and
+``load`` for artifacts.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Sparse", "attach", "disable", "enable", "enabled", "load"]
 
-_ENABLED = "_msattn_enabled"  # attribute of an enabled model, its context and sparse attention: a table would keep models alive
+# attribute of an enabled model, its context and sparse attention: a table would keep models alive
+_ENABLED = "_msattn_enabled"
 
 
 @takes(AttachOptions)
@@ -35,15 +38,17 @@ _ENABLED = "_msattn_enabled"  # attribute of an enabled model, its context and s
 def attach(model: "PreTrainedModel", options: AttachOptions) -> Iterator[Sparse]:
     """Runs ``model`` with sparse attention inside the context, in forward passes and ``generate``.
 
-    Prompts read the blocks that ``select`` chooses from the scores of ``gate``, or of the method that ``select`` names. New
-    tokens read the buckets or blocks that the router ``qmodel`` chooses. Without ``gate`` and ``select`` prefill is dense;
-    without ``qmodel`` decoding is. Leaving the context restores the model.
+    Prompts read the blocks that ``select`` chooses from the scores of ``gate``, or of the method
+    that ``select`` names. New tokens read the buckets or blocks that the router ``qmodel`` chooses.
+    Without ``gate`` and ``select`` prefill is dense; without ``qmodel`` decoding is. Leaving the
+    context restores the model.
 
     Parameters
     ----------
-    model : a decoder of a supported family, also quantized, offloaded, or with PEFT adapters. Models with images are served
-        on their text decoder. :func:`msattn.trainer.models.families.attention_layers` says which layers can be sparse; the
-        others keep their own attention.
+    model : a decoder of a supported family, also quantized, offloaded, or with PEFT adapters.
+    Models with images are served
+        on their text decoder. :func:`msattn.trainer.models.families.attention_layers` says which
+        layers can be sparse; the others keep their own attention.
     **options : :class:`AttachOptions`.
 
     Yields
@@ -52,33 +57,40 @@ def attach(model: "PreTrainedModel", options: AttachOptions) -> Iterator[Sparse]
 
     Raises
     ------
-    UserError : there is nothing to attach, an artifact has the wrong kind or was made for another model, the model is not
-        supported, in double precision or already attached, or an argument has the wrong type or is out of range. In a forward
-        pass: ids outside the vocabulary, inputs of the wrong type or shape, no tokens, a cache of another model or batch, or
-        a full static cache.
+    UserError : there is nothing to attach, an artifact has the wrong kind or was made for another
+    model, the model is not
+        supported, in double precision or already attached, or an argument has the wrong type or is
+        out of range. In a forward pass: ids outside the vocabulary, inputs of the wrong type or
+        shape, no tokens, a cache of another model or batch, or a full static cache.
 
     Notes
     -----
-    Several threads may run the model at the same time. Copying (also ``copy.copy``) or pickling the model inside the context
-    raises UserError. So does ``backward`` outside the context with activation checkpointing, because that runs the forward
-    pass again.
+    Several threads may run the model at the same time. Copying (also ``copy.copy``) or pickling the
+    model inside the context raises UserError. So does ``backward`` outside the context with
+    activation checkpointing, because that runs the forward pass again.
 
-    With a selection, passes over several tokens after cached ones (chunked prefill, the next turn of a chat) are sparse. A
-    cache that was filled outside the context can be used: keys before RoPE are recovered by inverting the rotation. Dynamic
-    RoPE cannot be inverted, so such passes are dense and count as ``dense_fallbacks``. Passes that are dense because this is
-    faster count as ``dense_by_choice``.
+    With a selection, passes over several tokens after cached ones (chunked prefill, the next turn
+    of a chat) are sparse. A cache that was filled outside the context can be used: keys before RoPE
+    are recovered by inverting the rotation. Dynamic RoPE cannot be inverted, so such passes are
+    dense and count as ``dense_fallbacks``. Passes that are dense because this is faster count as
+    ``dense_by_choice``.
 
-    Without an attention mask, ``generate`` treats pad tokens before a text as padding and pad tokens inside the text as
-    tokens; transformers alone would mask both. Right padding is refused.
+    Without an attention mask, ``generate`` treats pad tokens before a text as padding and pad
+    tokens inside the text as tokens; transformers alone would mask both. Right padding is refused.
 
-    The model's ``generate_batch`` and ``init_continuous_batching`` serve many prompts over a paged cache; see
-    :meth:`Sparse.batching_config`. Their managers end with the context.
+    The model's ``generate_batch`` and ``init_continuous_batching`` serve many prompts over a paged
+    cache; see :meth:`Sparse.batching_config`. Their managers end with the context.
 
-    On a GPU, single tokens are decoded with CUDA graphs, and prompts of small models run as graphs from the third prompt of
-    a length on. Changes of forward hooks and adapters take effect at the next pass over several tokens.
+    On a GPU, single tokens are decoded with CUDA graphs, and prompts of small models run as graphs
+    from the third prompt of a length on. Changes of forward hooks and adapters take effect at the
+    next pass over several tokens.
     """
     check_model(model)
-    functions = partial(fingerprint, model), partial(head_shard, model), partial(_move_to_model, model)
+    functions = (
+        partial(fingerprint, model),
+        partial(head_shard, model),
+        partial(_move_to_model, model),
+    )
     sparse = build_sparse(ModelInfo(model.config, model.dtype, *functions), options)
     with (
         tap(model, sparse.attend),
@@ -138,6 +150,9 @@ def _move_to_model(model: "PreTrainedModel", *modules: nn.Module | None) -> torc
         raise UserError("model: all of its weights are on the meta device; load them first")
     for module in filter(None, modules):
         if len(devices) > 1:
-            raise UserError(f"model: it is split over {', '.join(map(str, devices))}; gates and routers need one device")
+            raise UserError(
+                f"model: it is split over {', '.join(map(str, devices))}; gates and routers need "
+                f"one device"
+            )
         module.to(devices[0])
     return devices[0]

@@ -1,4 +1,6 @@
-"""Construction of the sparse attention of a model, for any engine that runs it: transformers or vLLM."""
+"""Construction of the sparse attention of a model, for any engine that runs it: transformers or
+vLLM.
+"""
 
 import sys
 import warnings
@@ -20,7 +22,13 @@ from msattn.trainer.methods.budgets import Probes
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.break_even import decoding_break_even, prefill_break_even
-from msattn.trainer.models.families import check_supported, head_dim, num_heads, num_kv_heads, num_layers
+from msattn.trainer.models.families import (
+    check_supported,
+    head_dim,
+    num_heads,
+    num_kv_heads,
+    num_layers,
+)
 from msattn.trainer.models.identity import config_fingerprint
 from msattn.trainer.models.parallel import HeadShard
 from msattn.trainer.models.rope import Rotation
@@ -32,7 +40,8 @@ from msattn.trainer.serving.routed import RoutedDecoding
 from msattn.trainer.serving.sparse import Sparse
 from msattn.trainer.serving.statistics import Statistics
 
-DECODING = ("threshold", "keys", "probes", "recent", "sink", "dense_layers")  # options that only a router uses
+# options that only a router uses
+DECODING = ("threshold", "keys", "probes", "recent", "sink", "dense_layers")
 
 
 class ModelInfo(NamedTuple):
@@ -42,7 +51,8 @@ class ModelInfo(NamedTuple):
     dtype: torch.dtype
     fingerprint: Callable[[], dict[str, Any]]
     shard: Callable[[], HeadShard]  # returns the heads that this rank computes
-    to_device: Callable[..., torch.device]  # moves modules to the model's device and returns the device
+    # moves modules to the model's device and returns the device
+    to_device: Callable[..., torch.device]
 
 
 @cache
@@ -50,10 +60,19 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, ModelWarning, stacklevel=6)  # at the caller's with statement
 
 
-def build_sparse(model: ModelInfo, options: AttachOptions, warn: Callable[[str], None] = _warn_once) -> Sparse:
-    """Builds the sparse attention of a model of a supported family; raises UserError like :func:`msattn.attach`."""
+def build_sparse(
+    model: ModelInfo, options: AttachOptions, warn: Callable[[str], None] = _warn_once
+) -> Sparse:
+    """Builds the sparse attention of a model of a supported family; raises UserError like
+    :func:`msattn.attach`.
+    """
     gate, qmodel, config = options.gate, options.qmodel, model.config
-    require(model.dtype != torch.float64, "model.dtype", "float64", "expected float32, float16 or bfloat16")
+    require(
+        model.dtype != torch.float64,
+        "model.dtype",
+        "float64",
+        "expected float32, float16 or bfloat16",
+    )
     gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
     router = load_router(qmodel, config) if isinstance(qmodel, str | Path) else qmodel
     selection, chosen = _selection(options, gate)
@@ -68,16 +87,23 @@ def build_sparse(model: ModelInfo, options: AttachOptions, warn: Callable[[str],
     device = model.to_device(None if selection is None else selection.gate, router)
     group = num_heads(config) // num_kv_heads(config)
     statistics = Statistics(
-        PhaseTimer(device) if options.measure_time else None, reads_per_head=group if options.independent else 1
+        PhaseTimer(device) if options.measure_time else None,
+        reads_per_head=group if options.independent else 1,
     )
     routed, below = None, options.dense_below
     if router is not None:
         routed = RoutedDecoding(
-            router=router, **decoding, independent=options.independent, measure_recall=options.measure_recall,
+            router=router, **decoding, independent=options.independent,
+            measure_recall=options.measure_recall,
             statistics=statistics,
         )  # fmt: skip
     if below is None:
-        dispatch = Dispatch(selection, routed, _prompt_break_even(chosen, device), _break_even(model, routed, device))
+        dispatch = Dispatch(
+            selection,
+            routed,
+            _prompt_break_even(chosen, device),
+            _break_even(model, routed, device),
+        )
     else:
         dispatch = Dispatch(selection, routed, below, lambda batch: below)
     return Sparse(
@@ -90,37 +116,63 @@ def build_sparse(model: ModelInfo, options: AttachOptions, warn: Callable[[str],
 
 
 def check_options(config: PreTrainedConfig, options: AttachOptions) -> None:
-    """Raises UserError, like :func:`msattn.attach`, for options that do not work with a model with this configuration."""
+    """Raises UserError, like :func:`msattn.attach`, for options that do not work with a model with
+    this configuration.
+    """
     check_supported(config)
     functions = partial(config_fingerprint, config), HeadShard, lambda *modules: torch.device("cpu")
-    build_sparse(ModelInfo(config, torch.float32, *functions), options, lambda message: None)  # serving warns
+    # serving warns
+    build_sparse(ModelInfo(config, torch.float32, *functions), options, lambda message: None)
 
 
-def _selection(options: AttachOptions, gate: Gate | None) -> tuple[Selection | None, SelectConfig | None]:
-    """Returns the selection (None for dense prompts) and the configuration it was built from (None for an object)."""
+def _selection(
+    options: AttachOptions, gate: Gate | None
+) -> tuple[Selection | None, SelectConfig | None]:
+    """Returns the selection (None for dense prompts) and the configuration it was built from (None
+    for an object).
+    """
     select, sparsity = options.select, options.sparsity
     if isinstance(select, Selection):
         if gate is not None:
-            raise UserError("gate: a Selection has its own scores; give one of gate and select, or a SelectConfig")
+            raise UserError(
+                "gate: a Selection has its own scores; give one of gate and select, or a "
+                "SelectConfig"
+            )
         if sparsity is not None:
             raise UserError(f"sparsity={sparsity}: a Selection has its own policy")
         return select, None
     if select is None and gate is None:
         if sparsity is not None:
-            raise UserError(f"sparsity={sparsity}: there is nothing to select; give gate= or select=")
+            raise UserError(
+                f"sparsity={sparsity}: there is nothing to select; give gate= or select="
+            )
         return None, None
-    chosen = select_config(select or ("calibrated" if gate and gate.thresholds else "topk"), sparsity=sparsity)
+    chosen = select_config(
+        select or ("calibrated" if gate and gate.thresholds else "topk"), sparsity=sparsity
+    )
     if gate is not None and not chosen.by_gate:
-        raise UserError(f"gate: select.scores={chosen.scores} are used instead of its scores; give one of the two")
+        raise UserError(
+            f"gate: select.scores={chosen.scores} are used instead of its scores; give one of the "
+            f"two"
+        )
     return Selection.from_config(chosen, gate), chosen
 
 
 def _check_artifacts(
-    model: ModelInfo, selection: Selection | None, router: Router | None, warn: Callable[[str], None], *, strict: bool
+    model: ModelInfo,
+    selection: Selection | None,
+    router: Router | None,
+    warn: Callable[[str], None],
+    *,
+    strict: bool,
 ) -> None:
-    """Raises UserError for a selection or artifacts that do not fit the model, and warns about doubtful ones."""
+    """Raises UserError for a selection or artifacts that do not fit the model, and warns about
+    doubtful ones.
+    """
     gate = None if selection is None else selection.gate
-    saved = [each.artifact for each in (gate, router) if each is not None and each.artifact is not None]
+    saved = [
+        each.artifact for each in (gate, router) if each is not None and each.artifact is not None
+    ]
     identity = model.fingerprint() if saved else {}
     for artifact in saved:
         if warning := artifacts.check_model(artifact.manifest, identity, strict=strict):
@@ -131,50 +183,71 @@ def _check_artifacts(
         check_selection(selection, model.config)
 
 
-def _sharded(selection: Selection | None, chosen: SelectConfig | None, shard: HeadShard) -> Selection | None:
+def _sharded(
+    selection: Selection | None, chosen: SelectConfig | None, shard: HeadShard
+) -> Selection | None:
     """Returns the selection, built from ``chosen``, with the gate's heads of one rank."""
     if selection is None or selection.gate is None:
         return selection
     if chosen is None:
-        raise UserError("select: a Selection with a gate cannot be divided among ranks; give gate= and a SelectConfig")
+        raise UserError(
+            "select: a Selection with a gate cannot be divided among ranks; give gate= and a "
+            "SelectConfig"
+        )
     return Selection.from_config(chosen, selection.gate.shard(shard))
 
 
 def _prompt_break_even(select: SelectConfig | None, device: torch.device) -> int:
-    """Returns the prompt length in tokens from which attention over blocks is faster than dense; 0 without a sparsity."""
+    """Returns the prompt length in tokens from which attention over blocks is faster than dense; 0
+    without a sparsity.
+    """
     if select is None or select.scores == "oracle" or select.sparsity is None:
         return 0  # the oracle needs dense attention anyway
     return prefill_break_even(select.sparsity, device)
 
 
 def _decoding(
-    router: Router | None, options: AttachOptions, config: PreTrainedConfig, warn: Callable[[str], None]
+    router: Router | None,
+    options: AttachOptions,
+    config: PreTrainedConfig,
+    warn: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Returns the budget of a router, its layers that are not dense, and the numbers of first and last keys read besides.
+    """Returns the budget of a router, its layers that are not dense, and the numbers of first and
+    last keys read besides.
 
-    Raises UserError for a budget that the router cannot serve, a number that is out of range or has no use, or a router for
-    another model.
+    Raises UserError for a budget that the router cannot serve, a number that is out of range or has
+    no use, or a router for another model.
     """
     given = {name: getattr(options, name) for name in DECODING}
     if router is None:
         for name, value in given.items():
             if value is not None:
-                raise UserError(f"{name}={value!r}: only decoding with a router uses it; give qmodel=")
+                raise UserError(
+                    f"{name}={value!r}: only decoding with a router uses it; give qmodel="
+                )
         return {}
     router.check_model(config)
     numbers, last = router.decode_numbers(given), num_layers(config) - 1
     dense = numbers.pop("dense_layers")
     require(max(dense, default=0) <= last, "dense_layers", dense, f"expected 0 to {last}")
-    budget = router.budget(probes=numbers.pop("probes"), keys=given["keys"], threshold=given["threshold"])
+    budget = router.budget(
+        probes=numbers.pop("probes"), keys=given["keys"], threshold=given["threshold"]
+    )
     if budget == Probes(router.num_buckets) and options.probes is options.keys is None:
         warn(f"probes={router.num_buckets} by default: every bucket is read, so decoding is dense")
     return {"budget": budget, "layers": frozenset(router.layers).difference(dense), **numbers}
 
 
-def _break_even(model: ModelInfo, routed: RoutedDecoding | None, device: torch.device) -> Callable[[int], int]:
-    """Returns the function from a batch size to the number of keys from which new tokens read buckets."""
+def _break_even(
+    model: ModelInfo, routed: RoutedDecoding | None, device: torch.device
+) -> Callable[[int], int]:
+    """Returns the function from a batch size to the number of keys from which new tokens read
+    buckets.
+    """
     if routed is None:
         return lambda batch: sys.maxsize
     config, (keys, share) = model.config, routed.router.mean_keys(routed.budget)
     key_bytes = 2 * num_kv_heads(config) * head_dim(config) * model.dtype.itemsize
-    return cache(partial(decoding_break_even, device, key_bytes, routed.recent + routed.sink + keys, share))
+    return cache(
+        partial(decoding_break_even, device, key_bytes, routed.recent + routed.sink + keys, share)
+    )

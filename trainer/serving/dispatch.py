@@ -1,7 +1,9 @@
-"""Decision on how attention is computed (dense, over blocks, or over buckets), for contiguous and paged caches and for steps.
+"""Decision on how attention is computed (dense, over blocks, or over buckets), for contiguous and
+paged caches and for steps.
 
-A pass over several tokens, of a prompt or after cached ones, reads the blocks of a selection (SeerAttention). A pass over one
-new token, or over a few such as draft tokens, reads the dense window and the buckets of a router (SAAP) for each token.
+A pass over several tokens, of a prompt or after cached ones, reads the blocks of a selection
+(SeerAttention). A pass over one new token, or over a few such as draft tokens, reads the dense
+window and the buckets of a router (SAAP) for each token.
 """
 
 import sys
@@ -17,7 +19,8 @@ from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.serving.routed import RoutedDecoding
 
-BY_CHOICE, FALLBACK = "dense_by_choice", "dense_fallbacks"  # names under which dense passes are counted
+# names under which dense passes are counted
+BY_CHOICE, FALLBACK = "dense_by_choice", "dense_fallbacks"
 INT32_MAX = torch.iinfo(torch.int32).max
 Attention = TypeVar("Attention")
 
@@ -26,7 +29,8 @@ class Decision(NamedTuple, Generic[Attention]):
     """Decision how the attention of a layer is computed in a pass."""
 
     attention: Attention | None  # None: dense
-    dense_reason: str | None = None  # the name under which the dense pass is counted; None: it is not
+    # the name under which the dense pass is counted; None: it is not
+    dense_reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class Dispatch:
     selection: Selection | None
     routed: RoutedDecoding | None
     dense_below: int  # number of keys below which prompts are dense, because that is faster
-    shortest_routed: Callable[[int], int]  # number of sequences -> number of keys from which their new tokens read buckets
+    # number of sequences -> number of keys from which their new tokens read buckets
+    shortest_routed: Callable[[int], int]
 
     @property
     def gate(self) -> Gate | None:
@@ -49,10 +54,14 @@ class Dispatch:
         return frozenset() if self.routed is None else self.routed.layers
 
     def is_prompt(self, queries: int, keys: int) -> bool:
-        """Returns True if the tokens of a pass are read together as a prompt, False if each is read as a new token."""
+        """Returns True if the tokens of a pass are read together as a prompt, False if each is read
+        as a new token.
+        """
         return queries == keys or queries > (1 if self.routed is None else MAX_ROUTED_TOKENS)
 
-    def decide_prompt(self, queries: int, keys: int, *, known: bool = True, ends: bool = True) -> Decision[Selection]:
+    def decide_prompt(
+        self, queries: int, keys: int, *, known: bool = True, ends: bool = True
+    ) -> Decision[Selection]:
         """Decides for a prompt, or for a chunk after which it ``ends``.
 
         ``known`` says whether a gate has what it needs of cached keys.
@@ -63,10 +72,14 @@ class Dispatch:
             return Decision(None, BY_CHOICE)
         return Decision(self.selection) if known or self.gate is None else Decision(None, FALLBACK)
 
-    def decide_tokens(self, layer: int, keys: int | None, batch: int, *, known: bool = True) -> Decision[RoutedDecoding]:
-        """Decides for new tokens of a ``batch`` of sequences; ``keys`` is the number of keys of the longest one.
+    def decide_tokens(
+        self, layer: int, keys: int | None, batch: int, *, known: bool = True
+    ) -> Decision[RoutedDecoding]:
+        """Decides for new tokens of a ``batch`` of sequences; ``keys`` is the number of keys of the
+        longest one.
 
-        It is None where only the device knows them, as in CUDA graphs; ``known`` says whether keys have buckets to read.
+        It is None where only the device knows them, as in CUDA graphs; ``known`` says whether keys
+        have buckets to read.
         """
         if layer not in self.routed_layers:
             return Decision(None)
@@ -75,14 +88,18 @@ class Dispatch:
         return Decision(self.routed) if known else Decision(None, FALLBACK)
 
     def tokens_until_routed(self, keys: int, batch: int) -> int:
-        """Returns the number of tokens, after ``keys``, until the new tokens of each sequence read buckets; 0: they do."""
+        """Returns the number of tokens, after ``keys``, until the new tokens of each sequence read
+        buckets; 0: they do.
+        """
         return max(0, self.shortest_routed(batch) - keys) if self.routed_layers else sys.maxsize
 
-    def short_sequences(self, batch: int, keys: Any, padding: Tensor | None = None) -> Tensor | None:
+    def short_sequences(
+        self, batch: int, keys: Any, padding: Tensor | None = None
+    ) -> Tensor | None:
         """Returns which sequences are too short for buckets, bool ``[B]``; None if none is.
 
-        Only the device knows their lengths: ``keys``, an int or ``[B]``, less ``padding [B]``. Short ones get a window of all
-        keys, so that each sequence is read as it would be alone.
+        Only the device knows their lengths: ``keys``, an int or ``[B]``, less ``padding [B]``.
+        Short ones get a window of all keys, so that each sequence is read as it would be alone.
         """
         shortest = self.shortest_routed(batch)
         if shortest <= 1:

@@ -1,4 +1,5 @@
-"""Fused forward passes of a decoder's modules, for inference on a GPU: fewer kernels, with the same rounding as transformers.
+"""Fused forward passes of a decoder's modules, for inference on a GPU: fewer kernels, with the same
+rounding as transformers.
 
 ``replaced`` installs them as ``module.forward``, so hooks on the modules still run.
 """
@@ -28,9 +29,12 @@ def fused(decoder: nn.Module) -> Iterator[None]:
     is_llama = family_of(decoder.config).llama_layers  # pyrefly: ignore[bad-argument-type]
     with ExitStack() as replacements:
         for module in decoder.modules() if is_llama else ():
-            if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):  # others round differently
+            # others round differently
+            if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
                 replacements.enter_context(replaced(module, FusedNorm(module)))
-            elif all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")) and _is_silu(module):
+            elif all(
+                hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")
+            ) and _is_silu(module):
                 replacements.enter_context(replaced(module, FusedMLP(module)))
         yield
 
@@ -61,7 +65,9 @@ class FusedMLP(_Fused):
 
 
 class FusedAttention(_Fused):
-    """Forward pass of an attention module whose RoPE writes to the cache, for steps and for prompts without gradients."""
+    """Forward pass of an attention module whose RoPE writes to the cache, for steps and for prompts
+    without gradients.
+    """
 
     def __init__(self, module: Any, layer: int, sparse: Sparse, current: CurrentStep) -> None:
         super().__init__(module)
@@ -81,7 +87,9 @@ class FusedAttention(_Fused):
         if not q_nope.dtype == cos.dtype == keys.dtype:
             if step is None:
                 return self.original(*args, **kwargs)
-            raise NoGraph(f"queries are {q_nope.dtype}, rotations {cos.dtype}, and cached keys {keys.dtype}")
+            raise NoGraph(
+                f"queries are {q_nope.dtype}, rotations {cos.dtype}, and cached keys {keys.dtype}"
+            )
         position = cache_layer.get_seq_length() if step is None else step.position
         q = rotate_and_append(q_nope, k_nope, v, cos, sin, keys, values, position)
         kwargs[TAP].current.clear()  # the hooks have kept tensors for the original pass
@@ -93,26 +101,55 @@ class FusedAttention(_Fused):
             x = LayerInputs(self.layer, q, keys, values, *of_layer, start, cache_layer, positions)
             out = self.sparse.attend(x)
         else:
-            x = LayerInputs(self.layer, q, keys, values, *of_layer, step.kv_start, cache_layer, kv_len=step.kv_len)
+            x = LayerInputs(
+                self.layer,
+                q,
+                keys,
+                values,
+                *of_layer,
+                step.kv_start,
+                cache_layer,
+                kv_len=step.kv_len,
+            )
             out = self.sparse.attend_step(x, step.window, dense=step.dense)
         return self.module.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:2], -1)), None
 
     def _is_prompt(self, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
         """Returns True if this pass supports several tokens after those in a cache."""
-        cache, cos, mask = kwargs.get("past_key_values"), kwargs["position_embeddings"][0], kwargs.get("attention_mask")
+        cache, cos, mask = (
+            kwargs.get("past_key_values"),
+            kwargs["position_embeddings"][0],
+            kwargs.get("attention_mask"),
+        )
         device = hidden.device.type
-        if cache is None or hidden.shape[1] < 2 or device != Step.device_type or not (mask is None or mask.ndim == 1):
+        if (
+            cache is None
+            or hidden.shape[1] < 2
+            or device != Step.device_type
+            or not (mask is None or mask.ndim == 1)
+        ):
             return False
-        if kwargs.get(PAGES) is not None or torch.is_grad_enabled() or torch.is_autocast_enabled(device):
+        if (
+            kwargs.get(PAGES) is not None
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled(device)
+        ):
             return False
         layer, size = cache.layers[self.layer], self.module.head_dim
         held = layer.key_buffer.memory if isinstance(layer, GrowingLayer) else None
         alike = held is None or (held.dtype == hidden.dtype and held.device == hidden.device)
-        return isinstance(layer, GrowingLayer) and alike and cos.dtype == hidden.dtype and cos.shape[2] == size
+        return (
+            isinstance(layer, GrowingLayer)
+            and alike
+            and cos.dtype == hidden.dtype
+            and cos.shape[2] == size
+        )
 
 
 def _project_heads(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns queries ``[B, Hq, N, D]``, keys and values ``[B, Hkv, N, D]`` of a layer like Llama's, before RoPE."""
+    """Returns queries ``[B, Hq, N, D]``, keys and values ``[B, Hkv, N, D]`` of a layer like
+    Llama's, before RoPE.
+    """
     shape = (*hidden_states.shape[:2], -1, attention.head_dim)
 
     def project(*names: str) -> list[Tensor]:
@@ -125,10 +162,22 @@ def _project_heads(attention: Any, hidden_states: Tensor) -> tuple[Tensor, Tenso
 
 
 def _is_fusable(x: Tensor, weight: Tensor) -> bool:
-    """Returns True if a fused kernel supports ``x``; weights of offloaded modules are on another device between passes."""
-    same = not isinstance(weight, DTensor) and x.dtype == weight.dtype and x.dtype in FLOATS and x.device == weight.device
-    return x.is_cuda and same and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cuda")
+    """Returns True if a fused kernel supports ``x``; weights of offloaded modules are on another
+    device between passes.
+    """
+    same = (
+        not isinstance(weight, DTensor)
+        and x.dtype == weight.dtype
+        and x.dtype in FLOATS
+        and x.device == weight.device
+    )
+    return (
+        x.is_cuda and same and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cuda")
+    )
 
 
 def _is_silu(mlp: Any) -> bool:
-    return isinstance(getattr(mlp, "act_fn", None), nn.SiLU) or type(getattr(mlp, "act_fn", None)).__name__ == "SiLUActivation"
+    return (
+        isinstance(getattr(mlp, "act_fn", None), nn.SiLU)
+        or type(getattr(mlp, "act_fn", None)).__name__ == "SiLUActivation"
+    )

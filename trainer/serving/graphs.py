@@ -1,9 +1,11 @@
 """The tensors of a decoding step, at fixed addresses, and its capture as a CUDA graph.
 
-The host launches a step once, into a graph, and then replays this graph for each token: one launch instead of about 600. Values
-that change from token to token are written to the tensors of the step before each replay.
+The host launches a step once, into a graph, and then replays this graph for each token: one launch
+instead of about 600. Values that change from token to token are written to the tensors of the step
+before each replay.
 
-The first step of a graph runs without capture, to compile kernels and allocate workspaces. The second one is captured.
+The first step of a graph runs without capture, to compile kernels and allocate workspaces. The
+second one is captured.
 """
 
 import gc
@@ -27,7 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class NoGraph(Exception):
-    """Raised if a token cannot be decoded with lengths on the device; the message gives the reason."""
+    """Raised if a token cannot be decoded with lengths on the device; the message gives the
+    reason.
+    """
 
 
 class Step:
@@ -35,15 +39,21 @@ class Step:
 
     device_type = "cuda"  # of the devices on which tokens are decoded in steps
 
-    def __init__(self, signature: tuple, inputs: dict[str, Tensor], *, dense: bool, padded: bool) -> None:
+    def __init__(
+        self, signature: tuple, inputs: dict[str, Tensor], *, dense: bool, padded: bool
+    ) -> None:
         first = next(iter(inputs.values()))
         batch, device = len(first), first.device
-        self.signature, self.dense, self.batch = signature, dense, batch  # another signature needs another step
+        # another signature needs another step
+        self.signature, self.dense, self.batch = signature, dense, batch
         with torch.inference_mode(False):
             self.inputs = {name: torch.empty_like(x) for name, x in inputs.items()}
-            self.position = torch.zeros(1, dtype=torch.int64, device=device)  # cache index of the new token
+            # cache index of the new token
+            self.position = torch.zeros(1, dtype=torch.int64, device=device)
             # Number of keys with the new one, and length of the dense window; left padding.
-            self.kv_len, self.window = (torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(2))
+            self.kv_len, self.window = (
+                torch.zeros(batch, dtype=torch.int32, device=device) for _ in range(2)
+            )
             self.kv_start = torch.zeros(batch, dtype=torch.int32, device=device) if padded else None
         self.padding: list[int] = []
         self.has_run = self.refused = False
@@ -53,18 +63,28 @@ class Step:
         self.lasts(0, [])
 
     def lasts(self, tokens: int, buffers: list[Buffer]) -> None:
-        """Records for how many tokens no buffer grows and no index is rebuilt, unless the cache gets other ``buffers``."""
+        """Records for how many tokens no buffer grows and no index is rebuilt, unless the cache
+        gets other ``buffers``.
+        """
         self._tokens_left, self._buffers = tokens, buffers
 
     def serves(self, cache: Any, inputs: dict[str, Tensor]) -> bool:
-        """Returns True if the next token follows the last one, so that nothing else needs to be checked."""
-        same = all(name in self.inputs and x.shape == self.inputs[name].shape for name, x in inputs.items())
+        """Returns True if the next token follows the last one, so that nothing else needs to be
+        checked.
+        """
+        same = all(
+            name in self.inputs and x.shape == self.inputs[name].shape for name, x in inputs.items()
+        )
         if not same or self._tokens_left < 1 or self._length != cache.get_seq_length():
             return False
         return all(map(is_, self._buffers, buffers_of(cache)))  # runs for each token
 
-    def write(self, inputs: dict[str, Tensor], length: int, window: int, padding: list[int]) -> None:
-        """Writes the tensors of the next token, after ``length`` cached ones; most values are already on the device."""
+    def write(
+        self, inputs: dict[str, Tensor], length: int, window: int, padding: list[int]
+    ) -> None:
+        """Writes the tensors of the next token, after ``length`` cached ones; most values are
+        already on the device.
+        """
         for name, x in inputs.items():
             self.inputs[name].copy_(x)
         if self._length != length:
@@ -85,7 +105,8 @@ class Step:
 
     def run(self, launch: Callable[[], Tensor]) -> Tensor:
         """Replays the graph, or launches the step; returns the last hidden states."""
-        length, self._length = self._length, UNKNOWN  # an exception may come before or after the device has advanced
+        # an exception may come before or after the device has advanced
+        length, self._length = self._length, UNKNOWN
         if self.graph is None:
             hidden = launch()
         else:
@@ -109,9 +130,11 @@ def buffers_of(cache: Any) -> list[Buffer]:
 
 @contextmanager
 def on_capture_stream(device: torch.device) -> Iterator[None]:
-    """Runs the block on the stream of captures, between the work before and after it on the current one.
+    """Runs the block on the stream of captures, between the work before and after it on the current
+    one.
 
-    Only one thread at a time, since kernels that another thread launches there would become part of a capture.
+    Only one thread at a time, since kernels that another thread launches there would become part of
+    a capture.
     """
     stream, current = side_stream(device, "captures"), torch.cuda.current_stream(device)
     with _capturing:
@@ -141,7 +164,8 @@ def concurrently(x: Tensor, first: Callable[[], Any], second: Callable[[], Any])
 
 
 def captured(launch: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """Captures ``launch`` on the current stream, without running it; returns the graph and the tensor that it writes.
+    """Captures ``launch`` on the current stream, without running it; returns the graph and the
+    tensor that it writes.
 
     Garbage is not collected meanwhile, since freeing older graphs would break the capture.
     """
@@ -166,7 +190,9 @@ def captured(launch: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor
 
 @cache
 def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
-    """Returns the stream for ``purpose``. All models share it, because each further stream needs its own workspaces."""
+    """Returns the stream for ``purpose``. All models share it, because each further stream needs
+    its own workspaces.
+    """
     return torch.cuda.Stream(device)
 
 
@@ -177,6 +203,8 @@ def uncapturable(decoder: nn.Module) -> str | None:
             return f"the module {name} is offloaded"
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             owner = getattr(hook, "__self__", hook)
-            if not isinstance(owner, NotCopied) and not getattr(hook, "__module__", "").startswith("transformers."):
+            if not isinstance(owner, NotCopied) and not getattr(hook, "__module__", "").startswith(
+                "transformers."
+            ):
                 return f"the module {name} has a forward hook, which a graph would not call"
     return None

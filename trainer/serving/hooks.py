@@ -1,4 +1,6 @@
-"""Hooks of an attached model's decoder, which prepare the cache of a pass and check the pass's inputs."""
+"""Hooks of an attached model's decoder, which prepare the cache of a pass and check the pass's
+inputs.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,10 +40,12 @@ def hooked(decoder: nn.Module, sparse: Sparse) -> Iterator[None]:
 
 @contextmanager
 def padding_before_text(model: Any) -> Iterator[None]:
-    """Lets ``generate`` infer a mask only from pad tokens around the text of a row, inside the context.
+    """Lets ``generate`` infer a mask only from pad tokens around the text of a row, inside the
+    context.
 
-    If there is no mask, transformers masks every pad token of a prompt, even pad tokens that are text because an assistant
-    generated them. Right padding, which is refused, occurs only in a batch of several rows.
+    If there is no mask, transformers masks every pad token of a prompt, even pad tokens that are
+    text because an assistant generated them. Right padding, which is refused, occurs only in a
+    batch of several rows.
     """
     original: Any = getattr(model, "_prepare_attention_mask_for_generation", None)
     if original is None:
@@ -53,7 +57,8 @@ def padding_before_text(model: Any) -> Iterator[None]:
         begun, ended = mask.cumsum(-1) > 0, mask.flip(-1).cumsum(-1).flip(-1) == 0
         return (begun & ~ended if len(mask) > 1 else begun).long()
 
-    with replaced(original.__self__, infer, name=original.__name__):  # for a PEFT model, the model inside
+    # for a PEFT model, the model inside
+    with replaced(original.__self__, infer, name=original.__name__):
         yield
 
 
@@ -63,10 +68,13 @@ class DecoderHooks(NotCopied):
     def __init__(self, sparse: Sparse, config: Any) -> None:
         self.sparse, self.attached = sparse, True
         self.served = served_layers(config)
-        self.num_layers = len(DynamicCache(config=config).layers)  # transformers 5.17 leaves out those that read keys of others
+        # transformers 5.17 leaves out those that read keys of others
+        self.num_layers = len(DynamicCache(config=config).layers)
         self._prepared: WeakSet[Any] = WeakSet()  # caches
 
-    def prepare_cache(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def prepare_cache(
+        self, module: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
         """Forward pre-hook of the decoder that installs its layers in the cache."""
         from transformers.generation.continuous_batching import PagedAttentionCache
 
@@ -88,49 +96,91 @@ class DecoderHooks(NotCopied):
         return args, {**kwargs, "past_key_values": cache}
 
     def _prepare(self, cache: Any, module: Any, kwargs: dict[str, Any]) -> None:
-        """Installs the decoder's layers in a cache that is new to it, and checks the pass over it."""
+        """Installs the decoder's layers in a cache that is new to it, and checks the pass over
+        it.
+        """
         config, is_new = module.config, not isinstance(cache, Cache) or cache not in self._prepared
         static = is_new and getattr(cache, "is_compileable", False)
         if is_new:
-            if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:  # made without the model's configuration
+            # made without the model's configuration
+            if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
                 cache.layers += DynamicCache(config=config).layers[len(cache.layers) :]
-            layers, routed, decoding = self.num_layers, self.sparse.dispatch.routed_layers, self.sparse.dispatch.routed
-            router, every = (None, 1) if decoding is None else (decoding.router, decoding.rebuild_every)
-            install_layers(cache, router, num_layers=layers, served=self.served, routed=routed, rebuild_every=every)
+            layers, routed, decoding = (
+                self.num_layers,
+                self.sparse.dispatch.routed_layers,
+                self.sparse.dispatch.routed,
+            )
+            router, every = (
+                (None, 1) if decoding is None else (decoding.router, decoding.rebuild_every)
+            )
+            install_layers(
+                cache,
+                router,
+                num_layers=layers,
+                served=self.served,
+                routed=routed,
+                rebuild_every=every,
+            )
         cached = cache.get_seq_length()
         tokens = check_inputs(module, kwargs, cached=cached, static=static)
         if tokens is None:  # the model has a message of its own
             return
-        check_held(cache, config, self.num_layers, self.served, len(tokens), self.sparse.kv_heads, every_layer=is_new)
+        check_held(
+            cache,
+            config,
+            self.num_layers,
+            self.served,
+            len(tokens),
+            self.sparse.kv_heads,
+            every_layer=is_new,
+        )
         if is_new:
             self._check_partition(cache)
             self._prepared.add(cache)
         new = tokens.shape[1]
-        if new > (MAX_ROUTED_TOKENS if cached else 1):  # decoded tokens and drafts may exceed the positions
-            check_length(config, cached + new, f"prompt of {new} tokens" + (f" after {cached} cached ones" if cached else ""))
-        check_memory(cache, config, self.served, *tokens.shape[:2], dtype=module.dtype, device=tokens.device)
+        # decoded tokens and drafts may exceed the positions
+        if new > (MAX_ROUTED_TOKENS if cached else 1):
+            check_length(
+                config,
+                cached + new,
+                f"prompt of {new} tokens" + (f" after {cached} cached ones" if cached else ""),
+            )
+        check_memory(
+            cache, config, self.served, *tokens.shape[:2], dtype=module.dtype, device=tokens.device
+        )
 
     def _check_outputs(self, config: Any, kwargs: dict[str, Any]) -> None:
-        """Raises UserError if the model would silently run without this attention, or without attention weights."""
+        """Raises UserError if the model would silently run without this attention, or without
+        attention weights.
+        """
         if not is_tapped(config):
             raise UserError(
-                f"model: set_attn_implementation({config._attn_implementation!r}) turns sparse attention off; call it outside "
+                f"model: set_attn_implementation({config._attn_implementation!r}) turns sparse "
+                f"attention off; call it outside "
                 "the attached context"
             )
         if kwargs.get("output_attentions") or config.output_attentions:
-            raise UserError("output_attentions=True: sparse attention has no attention weights to return")
+            raise UserError(
+                "output_attentions=True: sparse attention has no attention weights to return"
+            )
 
     def guard_backward(self, module: Any, args: tuple, output: Any) -> None:
-        """Forward hook of the decoder that keeps activation checkpointing from running it again without this attention."""
+        """Forward hook of the decoder that keeps activation checkpointing from running it again
+        without this attention.
+        """
         if not output[0].requires_grad:
             return
-        if any(layer.training and getattr(layer, "gradient_checkpointing", False) for layer in module.layers):
+        if any(
+            layer.training and getattr(layer, "gradient_checkpointing", False)
+            for layer in module.layers
+        ):
             output[0].register_hook(self._check_attached)
 
     def _check_attached(self, gradient: Tensor) -> None:
         if not self.attached:
             raise UserError(
-                "backward: with activation checkpointing it runs the forward pass again, so call it inside the attached context"
+                "backward: with activation checkpointing it runs the forward pass again, so call "
+                "it inside the attached context"
             )
 
     def _check_partition(self, cache: Any) -> None:
@@ -138,5 +188,12 @@ class DecoderHooks(NotCopied):
         if self.sparse.dispatch.routed is None:
             return
         assigner = self.sparse.dispatch.routed.router.assigner
-        if not all(layer.partition.assigns_like(assigner) for layer in cache.layers if isinstance(layer, BucketLayer)):
-            raise UserError("past_key_values: its buckets were made with another k-means or router than the one attached now")
+        if not all(
+            layer.partition.assigns_like(assigner)
+            for layer in cache.layers
+            if isinstance(layer, BucketLayer)
+        ):
+            raise UserError(
+                "past_key_values: its buckets were made with another k-means or router than the "
+                "one attached now"
+            )

@@ -1,7 +1,9 @@
-"""The attention implementation ``msattn`` of transformers' ``from_pretrained``, and the options in a model's files.
+"""The attention implementation ``msattn`` of transformers' ``from_pretrained``, and the options in
+a model's files.
 
-transformers passes the model to neither attention nor mask functions, and attaching needs loaded weights. So a PyTorch hook for
-new submodules finds models that are built with this name, and their first use enables them.
+transformers passes the model to neither attention nor mask functions, and attaching needs loaded
+weights. So a PyTorch hook for new submodules finds models that are built with this name, and their
+first use enables them.
 """
 
 import threading
@@ -21,19 +23,23 @@ from msattn.trainer.serving.options import AttachOptions, artifact_options
 
 NAME = "msattn"
 DEFAULT = "vertical_slash"  # selection of models whose files name nothing
-METHODS = ("generate", "generate_batch", "init_continuous_batching")  # uses that begin before the first forward pass
+# uses that begin before the first forward pass
+METHODS = ("generate", "generate_batch", "init_continuous_batching")
 
-WAITING = "_msattn_first_use"  # attribute of a model that is not enabled yet: its hook, which is copied with the model
+# attribute of a model that is not enabled yet: its hook, which is copied with the model
+WAITING = "_msattn_first_use"
 _enabling = threading.RLock()  # if two threads first use a model at the same time, one enables it
 
 
 @cache
 def register() -> None:
-    """Makes ``attn_implementation="msattn"`` known to transformers, for ``from_pretrained`` and ``from_config``.
+    """Makes ``attn_implementation="msattn"`` known to transformers, for ``from_pretrained`` and
+    ``from_config``.
 
-    The first use of such a model enables it, as :func:`msattn.enable` does, with the options in its ``config.json``, which
-    ``msattn configure`` and ``msattn push`` write. Without options, prompts read blocks of a training-free selection, with a
-    warning. :func:`msattn.enabled` returns the sparse attention of the model.
+    The first use of such a model enables it, as :func:`msattn.enable` does, with the options in its
+    ``config.json``, which ``msattn configure`` and ``msattn push`` write. Without options, prompts
+    read blocks of a training-free selection, with a warning. :func:`msattn.enabled` returns the
+    sparse attention of the model.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -51,7 +57,8 @@ def configured_options(config: PreTrainedConfig) -> AttachOptions:
     given = settings_of(getattr(config, KEY, None))
     if given is None:
         warnings.warn(
-            f"config.json has no msattn settings: prompts use the training-free selection {DEFAULT}; see msattn configure",
+            f"config.json has no msattn settings: prompts use the training-free selection "
+            f"{DEFAULT}; see msattn configure",
             ModelWarning,
             stacklevel=2,
         )
@@ -62,16 +69,23 @@ def configured_options(config: PreTrainedConfig) -> AttachOptions:
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     raise UserError(
-        "model: attn_implementation='msattn' is for from_pretrained and a model with its head; msattn.enable(model, ...) "
+        "model: attn_implementation='msattn' is for from_pretrained and a model with its head; "
+        "msattn.enable(model, ...) "
         "serves one that is loaded"
     )
 
 
 def _find_model(module: nn.Module, name: str, submodule: Any) -> None:
-    """PyTorch hook: makes the first use of ``module`` enable it, if this is a model with a head whose decoder asks for it."""
+    """PyTorch hook: makes the first use of ``module`` enable it, if this is a model with a head
+    whose decoder asks for it.
+    """
     from transformers import PreTrainedModel
 
-    if isinstance(module, PreTrainedModel) and isinstance(submodule, PreTrainedModel) and _is_asked(submodule):
+    if (
+        isinstance(module, PreTrainedModel)
+        and isinstance(submodule, PreTrainedModel)
+        and _is_asked(submodule)
+    ):
         if WAITING not in vars(module):
             vars(module)[WAITING] = module.register_forward_pre_hook(_enable)
         _intercept(module)
@@ -82,7 +96,9 @@ def _is_asked(model: Any) -> bool:
 
 
 def _intercept(model: nn.Module) -> None:
-    vars(model).update({method: partial(_first_use, model, method) for method in METHODS if hasattr(model, method)})
+    vars(model).update(
+        {method: partial(_first_use, model, method) for method in METHODS if hasattr(model, method)}
+    )
 
 
 def _first_use(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -92,21 +108,29 @@ def _first_use(model: Any, method: str, *args: Any, **kwargs: Any) -> Any:
 
 @torch.compiler.disable
 def _enable(model: Any, args: tuple = ()) -> None:
-    """Enables a model, unless a model that contains it is already enabled. After an error the next use tries again."""
+    """Enables a model, unless a model that contains it is already enabled. After an error the next
+    use tries again.
+    """
     from transformers import PreTrainedModel
 
     with _enabling:
         for method in METHODS:
             if getattr(vars(model).get(method), "func", None) is _first_use:
                 del vars(model)[method]
-        if asked := [each for each in model.modules() if isinstance(each, PreTrainedModel) and _is_asked(each)]:
+        if asked := [
+            each
+            for each in model.modules()
+            if isinstance(each, PreTrainedModel) and _is_asked(each)
+        ]:
             _enable_alone(model, asked)
         if WAITING in vars(model):
             vars(model).pop(WAITING).remove()
 
 
 def _enable_alone(model: Any, asked: list[Any]) -> None:
-    """Enables a model; layers that msattn does not serve get the implementations that transformers would choose."""
+    """Enables a model; layers that msattn does not serve get the implementations that transformers
+    would choose.
+    """
     try:
         options = configured_options(model.config)
         for each in asked:

@@ -1,7 +1,7 @@
 """Checks of the inputs of an attached model's forward pass, before the pass changes the cache.
 
-Types and shapes are always checked. Ids are read from the device once for a prompt, but not for single tokens after it, because
-these would have to wait for the GPU.
+Types and shapes are always checked. Ids are read from the device once for a prompt, but not for
+single tokens after it, because these would have to wait for the GPU.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,26 +17,45 @@ from msattn.trainer.serving.cache.buffer import grown_capacity
 INTEGERS = (torch.int64, torch.int32)
 
 
-def check_inputs(decoder: Any, inputs: Mapping[str, Any], *, cached: int = 0, static: bool = False) -> Tensor | None:
-    """Returns the ids ``[B, N]`` or embeddings ``[B, N, hidden]`` of a pass; None if the model raises its own message.
+def check_inputs(
+    decoder: Any, inputs: Mapping[str, Any], *, cached: int = 0, static: bool = False
+) -> Tensor | None:
+    """Returns the ids ``[B, N]`` or embeddings ``[B, N, hidden]`` of a pass; None if the model
+    raises its own message.
 
-    ``inputs`` are the arguments of a pass after ``cached`` tokens, which their ``attention_mask`` also covers. For a ``static``
-    cache of the caller, ``generate`` converts the mask to ``kv_start`` before the pass. Models with images do so for each type
-    of layer before they run their language model. Raises UserError for a wrong type or shape, no tokens, or an unknown id.
+    ``inputs`` are the arguments of a pass after ``cached`` tokens, which their ``attention_mask``
+    also covers. For a ``static`` cache of the caller, ``generate`` converts the mask to
+    ``kv_start`` before the pass. Models with images do so for each type of layer before they run
+    their language model. Raises UserError for a wrong type or shape, no tokens, or an unknown id.
     """
     ids, embeddings = inputs.get("input_ids"), inputs.get("inputs_embeds")
     if (ids is None) == (embeddings is None):
         return None
-    tokens = _checked_embeddings(decoder, embeddings) if ids is None else _checked_ids(decoder, ids, cached)
+    tokens = (
+        _checked_embeddings(decoder, embeddings)
+        if ids is None
+        else _checked_ids(decoder, ids, cached)
+    )
     batch, length = tokens.shape[:2]
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
-    converts = static or (isinstance(mask, Mapping) and any(layer.kept for layer in attention_layers(decoder.config)))
+    converts = static or (
+        isinstance(mask, Mapping) and any(layer.kept for layer in attention_layers(decoder.config))
+    )
     if mask is not None and not (converts and _is_converted(mask, batch)):
         fits = _is_ordinary(mask) and mask.shape == (batch, cached + length)
-        _require(fits, "attention_mask", mask, f"a 2D mask [{batch}, {cached + length}], cached tokens included")
+        _require(
+            fits,
+            "attention_mask",
+            mask,
+            f"a 2D mask [{batch}, {cached + length}], cached tokens included",
+        )
     if positions is not None:
         positions = _text_positions(positions, length)
-        fits = _is_ordinary(positions) and positions.shape in ((batch, length), (1, length)) and positions.dtype in INTEGERS
+        fits = (
+            _is_ordinary(positions)
+            and positions.shape in ((batch, length), (1, length))
+            and positions.dtype in INTEGERS
+        )
         _require(fits, "position_ids", positions, f"integers [{batch}, {length}]")
     return tokens
 
@@ -44,12 +63,17 @@ def check_inputs(decoder: Any, inputs: Mapping[str, Any], *, cached: int = 0, st
 def _text_positions(positions: Any, length: int) -> Any:
     """Returns text positions; models with images give positions for time, height and width.
 
-    Raises UserError if these differ for a token of a prompt, as in images, because cached keys do not store them.
+    Raises UserError if these differ for a token of a prompt, as in images, because cached keys do
+    not store them.
     """
-    if not (_is_ordinary(positions) and positions.ndim == 3 and len(positions) == 4):  # the first ones are those of text
+    # the first ones are those of text
+    if not (_is_ordinary(positions) and positions.ndim == 3 and len(positions) == 4):
         return positions
     if length > 1 and (positions[1:] != positions[1]).any():
-        raise UserError("position_ids: images, whose tokens have positions in height and width, are not supported")
+        raise UserError(
+            "position_ids: images, whose tokens have positions in height and width, are not "
+            "supported"
+        )
     return positions[0]
 
 
@@ -57,80 +81,141 @@ def _checked_ids(decoder: Any, ids: Any, cached: int) -> Tensor:
     """Returns the ids of a pass after checking them."""
     fits = _is_ordinary(ids) and ids.ndim == 2 and ids.numel() > 0 and ids.dtype in INTEGERS
     _require(
-        fits, "input_ids", ids, "int64 [batch, tokens], one token or more" + (f" after {cached} cached ones" if cached else "")
+        fits,
+        "input_ids",
+        ids,
+        "int64 [batch, tokens], one token or more"
+        + (f" after {cached} cached ones" if cached else ""),
     )
-    decodes, captures = cached > 0 and ids.shape[1] == 1, ids.is_cuda and torch.cuda.is_current_stream_capturing()
+    decodes, captures = (
+        cached > 0 and ids.shape[1] == 1,
+        ids.is_cuda and torch.cuda.is_current_stream_capturing(),
+    )
     if ids.device.type == "cpu" or not (decodes or captures):
         lowest, highest = torch.stack(ids.aminmax()).tolist()  # one synchronization with the device
         size = decoder.config.vocab_size
         if lowest < 0 or highest >= size:
-            raise UserError(f"input_ids: {lowest if lowest < 0 else highest} is no token; expected 0 to {size - 1}")
+            raise UserError(
+                f"input_ids: {lowest if lowest < 0 else highest} is no token; expected 0 to "
+                f"{size - 1}"
+            )
     return ids
 
 
 def _checked_embeddings(decoder: Any, embeddings: Any) -> Tensor:
     """Returns the embeddings of a pass after checking them; autocast converts other dtypes."""
     width, dtype = decoder.config.hidden_size, decoder.dtype
-    fits = _is_ordinary(embeddings) and embeddings.ndim == 3 and embeddings.numel() > 0 and embeddings.shape[2] == width
-    converts = fits and embeddings.is_floating_point() and torch.is_autocast_enabled(embeddings.device.type)
+    fits = (
+        _is_ordinary(embeddings)
+        and embeddings.ndim == 3
+        and embeddings.numel() > 0
+        and embeddings.shape[2] == width
+    )
+    converts = (
+        fits
+        and embeddings.is_floating_point()
+        and torch.is_autocast_enabled(embeddings.device.type)
+    )
     fits = fits and (embeddings.dtype == dtype or converts)
-    _require(fits, "inputs_embeds", embeddings, f"{_name(dtype)} [batch, tokens, {width}], one token or more")
+    _require(
+        fits,
+        "inputs_embeds",
+        embeddings,
+        f"{_name(dtype)} [batch, tokens, {width}], one token or more",
+    )
     return embeddings
 
 
 def check_held(
-    cache: Any, config: Any, num_layers: int, served: Sequence[int], batch: int, kv_heads: int, *, every_layer: bool
+    cache: Any,
+    config: Any,
+    num_layers: int,
+    served: Sequence[int],
+    batch: int,
+    kv_heads: int,
+    *,
+    every_layer: bool,
 ) -> None:
-    """Raises UserError unless a cache holds the keys and values of ``batch`` sequences of this model.
+    """Raises UserError unless a cache holds the keys and values of ``batch`` sequences of this
+    model.
 
-    The layers ``served`` are GrowingLayers with the ``kv_heads`` of this process. Every layer is checked once for each cache;
-    the first and the last layer show whether a pass was interrupted.
+    The layers ``served`` are GrowingLayers with the ``kv_heads`` of this process. Every layer is
+    checked once for each cache; the first and the last layer show whether a pass was interrupted.
     """
     layers = cache.layers
     length = layers[served[0]].get_seq_length()
     if len(layers) != num_layers:
-        raise UserError(f"past_key_values: it has {len(layers)} layers; expected {num_layers}, as in the model")
+        raise UserError(
+            f"past_key_values: it has {len(layers)} layers; expected {num_layers}, as in the model"
+        )
     accepted = [batch, kv_heads, length, head_dim(config)]
     for number in served if every_layer else (served[0], served[-1]):
         for buffer in (layers[number].key_buffer, layers[number].value_buffer):
             held = list(buffer.memory.shape) if buffer.length else accepted.copy()
             held[2] = min(buffer.length, held[2])
             if held != accepted:
-                raise UserError(f"past_key_values: it holds {held} [sequences, heads, tokens, size]; expected {accepted}")
+                raise UserError(
+                    f"past_key_values: it holds {held} [sequences, heads, tokens, size]; expected "
+                    f"{accepted}"
+                )
 
 
 def check_memory(
-    cache: Any, config: Any, served: Sequence[int], batch: int, tokens: int, *, dtype: torch.dtype, device: torch.device
+    cache: Any,
+    config: Any,
+    served: Sequence[int],
+    batch: int,
+    tokens: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
-    """Raises UserError if a static cache has no room for ``tokens`` more, or a GPU has too little free memory."""
+    """Raises UserError if a static cache has no room for ``tokens`` more, or a GPU has too little
+    free memory.
+    """
     first, length = cache.layers[served[0]], cache.get_seq_length()
     capacity, limit = first.key_buffer.capacity, first.max_cache_len
     if limit is not None and length + tokens > limit:
-        raise UserError(f"past_key_values: max_cache_len={limit}: {length + tokens} tokens need as many positions")
+        raise UserError(
+            f"past_key_values: max_cache_len={limit}: {length + tokens} tokens need as many "
+            f"positions"
+        )
     if device.type != "cuda" or length + tokens <= capacity:
         return
-    size_of_token = 2 * batch * num_kv_heads(config) * head_dim(config) * dtype.itemsize * len(served)
+    size_of_token = (
+        2 * batch * num_kv_heads(config) * head_dim(config) * dtype.itemsize * len(served)
+    )
     wanted, held = grown_capacity(length + tokens), size_of_token * capacity
-    needed = size_of_token * wanted - held + max(held, size_of_token * wanted) // len(served)  # layers grow in turn
+    # layers grow in turn
+    needed = size_of_token * wanted - held + max(held, size_of_token * wanted) // len(served)
     reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + reusable
     if needed > free:
         raise UserError(
-            f"past_key_values: a cache of {wanted:,} positions for {batch} sequences needs {needed:,} bytes more, and {free:,} "
+            f"past_key_values: a cache of {wanted:,} positions for {batch} sequences needs "
+            f"{needed:,} bytes more, and {free:,} "
             "bytes are free; shorten the prompt or make the batch smaller"
         )
 
 
 def _is_converted(mask: Any, batch: int) -> bool:
-    """Returns True for the ``kv_start`` of a batch, or for one mask per layer type, including full attention."""
+    """Returns True for the ``kv_start`` of a batch, or for one mask per layer type, including full
+    attention.
+    """
     if isinstance(mask, Mapping):
         return "full_attention" in mask and _is_converted(mask["full_attention"], batch)
-    return mask is None or (_is_ordinary(mask) and mask.dtype == torch.int32 and mask.shape == (batch,))
+    return mask is None or (
+        _is_ordinary(mask) and mask.dtype == torch.int32 and mask.shape == (batch,)
+    )
 
 
 def _is_ordinary(x: Any) -> bool:
     """Returns True for an ordinary tensor: not sparse, nested, quantized or on the meta device."""
-    return isinstance(x, Tensor) and x.layout == torch.strided and not (x.is_nested or x.is_quantized or x.is_meta)
+    return (
+        isinstance(x, Tensor)
+        and x.layout == torch.strided
+        and not (x.is_nested or x.is_quantized or x.is_meta)
+    )
 
 
 def _require(condition: bool, name: str, value: Any, accepted: str) -> None:
@@ -142,7 +227,13 @@ def _described(value: Any) -> str:
     """Returns dtype and shape of an ordinary tensor, and the type of another value."""
     if not isinstance(value, Tensor):
         return f"type {type(value).__name__}"
-    kind = "" if _is_ordinary(value) else "nested " if value.is_nested else f"{_name(value.layout)} {value.device.type} "
+    kind = (
+        ""
+        if _is_ordinary(value)
+        else "nested "
+        if value.is_nested
+        else f"{_name(value.layout)} {value.device.type} "
+    )
     return f"{kind}{_name(value.dtype)}" + ("" if value.is_nested else f" {list(value.shape)}")
 
 

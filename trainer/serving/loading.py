@@ -26,8 +26,14 @@ from msattn.trainer.storage.replace import current_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-ROUTER_KINDS = ("qmodel", "decode_gate", "kmeans")  # kinds of artifacts that decode, in order of precedence
-LOADERS = {"gate": Gate.load, "kmeans": KMeans.load, "qmodel": QModel.load, "decode_gate": DecodeGate.load}
+# kinds of artifacts that decode, in order of precedence
+ROUTER_KINDS = ("qmodel", "decode_gate", "kmeans")
+LOADERS = {
+    "gate": Gate.load,
+    "kmeans": KMeans.load,
+    "qmodel": QModel.load,
+    "decode_gate": DecodeGate.load,
+}
 
 
 def load(path: str | Path) -> Gate | KMeans | QModel | DecodeGate:
@@ -45,13 +51,21 @@ def load(path: str | Path) -> Gate | KMeans | QModel | DecodeGate:
 
 
 def load_router(qmodel: str | Path, config: "PreTrainedConfig") -> Router:
-    """Returns the training-free router of this name, for the model with this ``config``, or loads a router.
+    """Returns the training-free router of this name, for the model with this ``config``, or loads a
+    router.
 
-    From a folder with several, loads the first of ``ROUTER_KINDS``. A str that is a name is not a folder; ``./quest`` is.
+    From a folder with several, loads the first of ``ROUTER_KINDS``. A str that is a name is not a
+    folder; ``./quest`` is.
     """
     if isinstance(qmodel, str) and qmodel in ROUTERS:
-        return untrained_router(qmodel).for_model(config, PRESETS.num_buckets, served_layers(config), seed=0)
-    if isinstance(qmodel, str) and qmodel.isidentifier() and not os.path.lexists(current_folder(Path(qmodel))):
+        return untrained_router(qmodel).for_model(
+            config, PRESETS.num_buckets, served_layers(config), seed=0
+        )
+    if (
+        isinstance(qmodel, str)
+        and qmodel.isidentifier()
+        and not os.path.lexists(current_folder(Path(qmodel)))
+    ):
         one_of("qmodel", qmodel, (*ROUTERS, "embedded", "the folder or Hub id of an artifact"))
     artifact = load(artifacts.find(qmodel, *ROUTER_KINDS))
     if isinstance(artifact, Gate):
@@ -61,14 +75,20 @@ def load_router(qmodel: str | Path, config: "PreTrainedConfig") -> Router:
 
 
 def check_model(model: Any) -> None:
-    """Raises UserError for an object that is not a model, and like :func:`msattn.trainer.models.families.check_supported`."""
-    is_model = isinstance(model, nn.Module) and hasattr(model, "get_decoder") and hasattr(model, "config")
+    """Raises UserError for an object that is not a model, and like
+    :func:`msattn.trainer.models.families.check_supported`.
+    """
+    is_model = (
+        isinstance(model, nn.Module) and hasattr(model, "get_decoder") and hasattr(model, "config")
+    )
     require(is_model, "model", repr(model), "expected a causal language model of transformers")
     check_supported(model.config)
 
 
 def check_selection(selection: Selection, config: "PreTrainedConfig") -> None:
-    """Raises UserError for a selection without a valid policy and scorer, or whose gate is for another model or not finite."""
+    """Raises UserError for a selection without a valid policy and scorer, or whose gate is for
+    another model or not finite.
+    """
     policy, scorer = selection.policy, selection.scorer
     policies = policy if isinstance(policy, Sequence) else [policy] * num_layers(config)
     ok = len(policies) == num_layers(config) and all(map(callable, policies))
@@ -79,5 +99,10 @@ def check_selection(selection: Selection, config: "PreTrainedConfig") -> None:
     gate, served = selection.gate, served_layers(config)
     if gate is not None:
         check_shape("gate", gate.model_shape(), config)
-        require(gate.layer_numbers == served, "gate.layer_numbers", gate.layer_numbers, f"expected the layers {served}")
+        require(
+            gate.layer_numbers == served,
+            "gate.layer_numbers",
+            gate.layer_numbers,
+            f"expected the layers {served}",
+        )
         check_finite("gate", gate)

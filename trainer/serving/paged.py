@@ -1,4 +1,6 @@
-"""Attention of an attached model over a paged cache: blocks of a selection for prompts, buckets for new tokens, or dense."""
+"""Attention of an attached model over a paged cache: blocks of a selection for prompts, buckets for
+new tokens, or dense.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +13,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from msattn.kernels.paged import paged_block_sparse_attention, paged_bucket_decode, paged_bucket_sizes, paged_flash_decode
+from msattn.kernels.paged import (
+    paged_block_sparse_attention,
+    paged_bucket_decode,
+    paged_bucket_sizes,
+    paged_flash_decode,
+)
 from msattn.kernels.paged.write import write_pages
 from msattn.kernels.types import PagedKeys
 from msattn.trainer.errors import UserError
@@ -28,7 +35,8 @@ from msattn.trainer.serving.routed import whole_window
 from msattn.trainer.serving.statistics import Statistics
 
 TRANSFORMERS_NEEDED = (5, 23)  # earlier versions page their cache in another way
-CACHE_SHARE_OF_MEMORY = 0.8  # default share of the free memory: buckets and pooled keys need room next to the cache
+# default share of the free memory: buckets and pooled keys need room next to the cache
+CACHE_SHARE_OF_MEMORY = 0.8
 
 
 def check_version(caller: str) -> None:
@@ -36,18 +44,22 @@ def check_version(caller: str) -> None:
     installed, needed = transformers.__version__, ".".join(map(str, TRANSFORMERS_NEEDED))
     if tuple(map(int, installed.split(".")[:2])) < TRANSFORMERS_NEEDED:
         raise UserError(
-            f"{caller}: needs transformers {needed} or newer, {installed} is installed; pip install -U 'transformers>={needed}'"
+            f"{caller}: needs transformers {needed} or newer, {installed} is installed; pip "
+            f"install -U 'transformers>={needed}'"
         )
 
 
 class PagedAttention:
     """Attention of every layer in passes over paged caches.
 
-    Sequences with several new tokens read the blocks of the selection; sequences with one new token read the dense window and
-    buckets. A CUDA graph cannot branch on a length, so a sequence that is too short for buckets gets a window of all keys.
+    Sequences with several new tokens read the blocks of the selection; sequences with one new token
+    read the dense window and buckets. A CUDA graph cannot branch on a length, so a sequence that is
+    too short for buckets gets a window of all keys.
     """
 
-    def __init__(self, dispatch: Dispatch, statistics: Statistics, rotation: Rotation | None) -> None:
+    def __init__(
+        self, dispatch: Dispatch, statistics: Statistics, rotation: Rotation | None
+    ) -> None:
         self.dispatch, self.statistics, self.rotation = dispatch, statistics, rotation
         self._managers: WeakSet[Any] = WeakSet()
         self._states: WeakKeyDictionary[Any, AllocatedState] = WeakKeyDictionary()
@@ -55,7 +67,9 @@ class PagedAttention:
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """The tokens of which chunks of prompts hold a multiple, and how many last ones of a prompt stay together."""
+        """The tokens of which chunks of prompts hold a multiple, and how many last ones of a prompt
+        stay together.
+        """
         if (selection := self.dispatch.selection) is None:
             return 1, 2
         return selection.sizes.queries, max(selection.sizes.queries, selection.always.dense_queries)
@@ -72,33 +86,53 @@ class PagedAttention:
             self._managers.add(manager)
 
     def begin(self, config: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments of a decoder with their pass; UserError for a manager of another attention."""
+        """Returns the arguments of a decoder with their pass; UserError for a manager of another
+        attention.
+        """
         state = self._state(arguments["cache"], config)
-        current = self._start(PagedPass.from_arguments(state, arguments, partial(self._is_sparse, state)))
+        current = self._start(
+            PagedPass.from_arguments(state, arguments, partial(self._is_sparse, state))
+        )
         # transformers makes no mask where it gets one.
         return {**arguments, PAGES: current, "attention_mask": torch.empty(1, 1, 0, 0)}
 
     def begin_tables(self, state: PagedState, *tables: Tensor) -> PagedPass:
         """Returns a pass; ``tables`` are the other arguments of :meth:`PagedPass.from_tables`."""
-        return self._start(PagedPass.from_tables(state, *tables, is_sparse=partial(self._is_sparse, state)))
+        return self._start(
+            PagedPass.from_tables(state, *tables, is_sparse=partial(self._is_sparse, state))
+        )
 
     def begin_new_tokens(
-        self, state: PagedState, pages: Tensor, offsets: Tensor, table: Tensor, kv_len: Tensor, longest: int
+        self,
+        state: PagedState,
+        pages: Tensor,
+        offsets: Tensor,
+        table: Tensor,
+        kv_len: Tensor,
+        longest: int,
     ) -> PagedPass:
-        """Returns a pass over one token of each sequence, which never synchronizes with the device, as in a CUDA graph.
+        """Returns a pass over one token of each sequence, which never synchronizes with the device,
+        as in a CUDA graph.
 
-        The arguments are the fields of :class:`PagedPass` and :class:`Sequences`. A sequence without keys is padding, and
-        its page belongs to no sequence. ``longest`` may be an upper bound; in a graph it bounds all passes.
+        The arguments are the fields of :class:`PagedPass` and :class:`Sequences`. A sequence
+        without keys is padding, and its page belongs to no sequence. ``longest`` may be an upper
+        bound; in a graph it bounds all passes.
         """
-        return self._start(PagedPass(state, pages, offsets, Sequences(slice(None), table, kv_len, longest), []))
+        return self._start(
+            PagedPass(state, pages, offsets, Sequences(slice(None), table, kv_len, longest), [])
+        )
 
     def create_counters(self, state: PagedState) -> None:
-        """Creates the counters of a state. Must be called before a CUDA graph is captured, which keeps their addresses."""
+        """Creates the counters of a state. Must be called before a CUDA graph is captured, which
+        keeps their addresses.
+        """
         if state.buckets:
             self.statistics.add_visible(torch.zeros_like(self._counter(state).sum()), all_read=True)
 
     def _start(self, current: PagedPass) -> PagedPass:
-        """Returns a pass; invalidates the known blocks that the pass writes, and counts the keys that it sees."""
+        """Returns a pass; invalidates the known blocks that the pass writes, and counts the keys
+        that it sees.
+        """
         if current.state.pooled:  # not before the pass has computed them
             state = current.state
             blocks = current.pages * state.is_pooled.shape[1] + current.offsets // state.block_size
@@ -106,7 +140,10 @@ class PagedAttention:
         rows, sizes, dense = current.decoded, current.state.sizes, False
         if self.dispatch.routed is not None and rows is not None:
             keys = rows.kv_len.sum() * (len(current.state.buckets) * current.state.kv_heads)
-            dense = rows.longest is not None and self.dispatch.tokens_until_routed(rows.longest, len(rows.kv_len)) > 0
+            dense = (
+                rows.longest is not None
+                and self.dispatch.tokens_until_routed(rows.longest, len(rows.kv_len)) > 0
+            )
             self.statistics.add_visible(keys, all_read=dense)
         if sizes is not None and rows is not None and not dense:
             rows.counted_len = sizes.begin(rows.table, rows.kv_len)
@@ -122,26 +159,36 @@ class PagedAttention:
             self._states.clear()
 
     def attend(self, x: LayerInputs) -> Tensor:
-        """Returns the attention of a layer for all tokens of a pass, ``[1, Hq, T, D]``; the values of padding have no meaning.
+        """Returns the attention of a layer for all tokens of a pass, ``[1, Hq, T, D]``; the values
+        of padding have no meaning.
 
-        ``x.cache`` is the :class:`PagedPass`; keys and values of ``x`` are those of its tokens, ``[1, Hkv, T, D]``.
+        ``x.cache`` is the :class:`PagedPass`; keys and values of ``x`` are those of its tokens,
+        ``[1, Hkv, T, D]``.
         """
         current: PagedPass = x.cache
         self._write(x, current)
 
         def attend(rows: Sequences | Prompts) -> Tensor:
-            return self._decoded(x, current, rows) if isinstance(rows, Sequences) else self._prompts(x, current, rows)
+            return (
+                self._decoded(x, current, rows)
+                if isinstance(rows, Sequences)
+                else self._prompts(x, current, rows)
+            )
 
         served = [*([] if current.decoded is None else [current.decoded]), *current.prompts]
         only = served[0].tokens if len(served) == 1 else None
-        if isinstance(only, slice) and only.indices(x.q.shape[2]) == (0, x.q.shape[2], 1):  # all tokens of the pass
+        # all tokens of the pass
+        if isinstance(only, slice) and only.indices(x.q.shape[2]) == (0, x.q.shape[2], 1):
             out = attend(served[0])
         else:
             out = torch.zeros_like(x.q[0].transpose(0, 1))
             for rows in served:
                 out[rows.tokens] = attend(rows)
-        if x.layer == current.state.last_pooled:  # the pooled keys of sparse prompts are known, in every layer
-            for item in (item for prompts in current.prompts if prompts.sparse for item in prompts.items):
+        # the pooled keys of sparse prompts are known, in every layer
+        if x.layer == current.state.last_pooled:
+            for item in (
+                item for prompts in current.prompts if prompts.sparse for item in prompts.items
+            ):
                 current.state.mark_pooled(item.blocks[item.pooled :], pooled=True)
         return out.transpose(0, 1)[None]
 
@@ -151,7 +198,15 @@ class PagedAttention:
         if self.dispatch.routed is not None and x.layer in current.state.buckets:
             router: Any = self.dispatch.routed.router
             ids, buckets = router.assign(x.layer, x.k_nope, x.k)[0], current.state.buckets[x.layer]
-        write_pages(x.k[0], x.v[0], *current.state.caches[x.layer], current.pages, current.offsets, ids, buckets)
+        write_pages(
+            x.k[0],
+            x.v[0],
+            *current.state.caches[x.layer],
+            current.pages,
+            current.offsets,
+            ids,
+            buckets,
+        )
 
     def _decoded(self, x: LayerInputs, current: PagedPass, rows: Sequences) -> Tensor:
         """Returns the attention of the new tokens of sequences with one, ``[B, Hq, D]``."""
@@ -204,27 +259,39 @@ class PagedAttention:
                 self.statistics.add_dense(x.layer, self._decided(current.state, item).dense_reason)
         cache = PagedKeys(*current.state.caches[x.layer], prompts.table, prompts.kv_len)
         return paged_block_sparse_attention(
-            _tokens(x.q, prompts.tokens), cache, prompts.cu_queries, mask, max_queries=most, **sizes.arguments,
+            _tokens(x.q, prompts.tokens), cache, prompts.cu_queries, mask, max_queries=most,
+            **sizes.arguments,
             scale=x.scale, softcap=x.softcap,
         ).out  # fmt: skip
 
     def _decided(self, state: PagedState, item: PromptChunk) -> Decision[Selection]:
-        """Decides for a sequence with several new tokens; keys that are not pooled yet are new or can be recovered."""
+        """Decides for a sequence with several new tokens; keys that are not pooled yet are new or
+        can be recovered.
+        """
         recovered = self.dispatch.gate is None or self.rotation is not None
         known = recovered or item.pooled * state.block_size == item.keys - item.queries
-        return self.dispatch.decide_prompt(item.queries, item.keys, known=known, ends=item.ends_prompt)
+        return self.dispatch.decide_prompt(
+            item.queries, item.keys, known=known, ends=item.ends_prompt
+        )
 
     def _is_sparse(self, state: PagedState, item: PromptChunk) -> bool:
         return self._decided(state, item).attention is not None
 
     def _sequence(self, x: LayerInputs, current: PagedPass, item: PromptChunk) -> LayerInputs:
-        """Returns the inputs of one sequence: its new queries, and the keys that the selection needs."""
-        new = {name: getattr(x, name)[:, :, item.tokens] for name in ("q", "k", "v", "q_nope", "k_nope")}
+        """Returns the inputs of one sequence: its new queries, and the keys that the selection
+        needs.
+        """
+        new = {
+            name: getattr(x, name)[:, :, item.tokens]
+            for name in ("q", "k", "v", "q_nope", "k_nope")
+        }
         angles = {name: getattr(x, name)[:, item.tokens] for name in ("cos", "sin")}
         positions = None if x.positions is None else x.positions[:, item.tokens]
         sequence = replace(x, **new, **angles, positions=positions, ends_prompt=item.ends_prompt)
         if self.dispatch.gate is not None:
-            sequence = replace(sequence, pooled_keys=current.state.pool_keys(sequence, item, self.rotation))
+            sequence = replace(
+                sequence, pooled_keys=current.state.pool_keys(sequence, item, self.rotation)
+            )
         if item.queries == item.keys:
             return sequence
         if self.dispatch.selection is not None and self.dispatch.selection.needs_keys(sequence):
@@ -236,24 +303,43 @@ class PagedAttention:
     def _state(self, cache: Any, config: Any) -> AllocatedState:
         with self._lock:
             if cache not in self._states:
-                owners = [each for each in self._managers if getattr(each.batch_processor, "cache", None) is cache]
+                owners = [
+                    each
+                    for each in self._managers
+                    if getattr(each.batch_processor, "cache", None) is cache
+                ]
                 if not owners:
-                    raise UserError("generate_batch: this manager was created outside the attached context; create it inside")
+                    raise UserError(
+                        "generate_batch: this manager was created outside the attached context; "
+                        "create it inside"
+                    )
                 requests = owners[0].continuous_batching_config.max_requests_per_batch
                 self._states[cache] = AllocatedState(cache, **self.state_options(config, requests))
                 self.create_counters(self._states[cache])
             return self._states[cache]
 
     def state_options(self, config: Any, requests: int) -> dict[str, Any]:
-        """Returns the arguments of a :class:`PagedState` that say what it keeps, for a model with this configuration."""
+        """Returns the arguments of a :class:`PagedState` that say what it keeps, for a model with
+        this configuration.
+        """
         routed, gate, num_buckets = self.dispatch.routed, self.dispatch.gate, 0
         if routed is not None and isinstance(routed.budget, KeyShare):
             num_buckets = routed.router.num_buckets
-        of_layers = {"bucket_layers": self.dispatch.routed_layers, "gated_layers": served_layers(config)}
-        return {**of_layers, "gate": None if gate is None else gate.cfg, "requests": requests, "num_buckets": num_buckets}
+        of_layers = {
+            "bucket_layers": self.dispatch.routed_layers,
+            "gated_layers": served_layers(config),
+        }
+        return {
+            **of_layers,
+            "gate": None if gate is None else gate.cfg,
+            "requests": requests,
+            "num_buckets": num_buckets,
+        }
 
     def _counter(self, state: PagedState) -> Tensor:
-        """Returns the counter of the keys read, int64 ``[requests, Hkv]``, which passes of every size share."""
+        """Returns the counter of the keys read, int64 ``[requests, Hkv]``, which passes of every
+        size share.
+        """
         keys, _ = state.caches[min(state.caches)]
         return self.statistics.key_counts(_placeholder(keys, state.requests, keys.shape[2], 1))
 
@@ -264,7 +350,9 @@ def _tokens(x: Tensor, tokens: Rows) -> Tensor:
 
 
 def _placeholder(like: Tensor, batch: int, heads: int, keys: int) -> Tensor:
-    """Returns a tensor ``[batch, heads, keys, D]`` without memory, used only for its number of keys."""
+    """Returns a tensor ``[batch, heads, keys, D]`` without memory, used only for its number of
+    keys.
+    """
     return like.new_empty(1).expand(batch, heads, keys, like.shape[-1])
 
 

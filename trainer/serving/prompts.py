@@ -1,8 +1,9 @@
-"""Prompts of small models as CUDA graphs, since the host launches their kernels more slowly than they run.
+"""Prompts of small models as CUDA graphs, since the host launches their kernels more slowly than
+they run.
 
-The first prompt of a shape runs without a graph. The second prompt runs on the capture stream, so that workspaces exist, and
-then its graph is captured; later prompts replay it. A graph fills its own cache at fixed addresses, whose layers are copied for
-each prompt while the graph still runs.
+The first prompt of a shape runs without a graph. The second prompt runs on the capture stream, so
+that workspaces exist, and then its graph is captured; later prompts replay it. A graph fills its
+own cache at fixed addresses, whose layers are copied for each prompt while the graph still runs.
 """
 
 import copy
@@ -23,11 +24,13 @@ from msattn.trainer.serving.cache.layers import GrowingLayer
 from msattn.trainer.serving.graphs import captured, on_capture_stream, uncapturable
 from msattn.trainer.serving.statistics import Statistics
 
-MAX_LAYER_FLOP = 2.5e11  # matrix products of a layer, 0.5 ms on an H100: larger ones take longer than their launches
+# matrix products of a layer, 0.5 ms on an H100: larger ones take longer than their launches
+MAX_LAYER_FLOP = 2.5e11
 MAX_TOKENS = 16384  # attention is not among these products
 MAX_GRAPHS = 2  # each holds the activations of its prompt, and a cache
 logger = logging.getLogger(__name__)
-Launch = Callable[[dict[str, Tensor], Any], Tensor]  # launches the kernels of a prompt with these inputs and this cache
+# launches the kernels of a prompt with these inputs and this cache
+Launch = Callable[[dict[str, Tensor], Any], Tensor]
 
 
 class PromptGraphs(NotCopied):
@@ -35,20 +38,34 @@ class PromptGraphs(NotCopied):
 
     def __init__(self, decoder: Any, statistics: Statistics) -> None:
         self.decoder, self.statistics = decoder, statistics
-        weights = sum(parameter.numel() for parameter in decoder.layers.parameters()) / len(decoder.layers)
+        weights = sum(parameter.numel() for parameter in decoder.layers.parameters()) / len(
+            decoder.layers
+        )
         self._most_tokens = min(MAX_TOKENS, MAX_LAYER_FLOP / (2 * max(weights, 1)))
-        self._graphs: OrderedDict[tuple, PromptGraph | None] = OrderedDict()  # None: the shape was seen once
+        # None: the shape was seen once
+        self._graphs: OrderedDict[tuple, PromptGraph | None] = OrderedDict()
         self._lock = Lock()
 
     def serves(self, inputs: dict[str, Tensor], cache: Any) -> bool:
         """Returns True if a prompt with an empty cache may become a graph."""
         tokens = next(iter(inputs.values()), None)
-        if tokens is None or tokens.ndim < 2 or cache is None or not 1 < tokens.shape[0] * tokens.shape[1] <= self._most_tokens:
+        if (
+            tokens is None
+            or tokens.ndim < 2
+            or cache is None
+            or not 1 < tokens.shape[0] * tokens.shape[1] <= self._most_tokens
+        ):
             return False
-        return all(isinstance(layer, GrowingLayer) and layer.key_buffer.memory is None for layer in cache.layers)
+        return all(
+            isinstance(layer, GrowingLayer) and layer.key_buffer.memory is None
+            for layer in cache.layers
+        )
 
-    def run(self, inputs: dict[str, Tensor], cache: Any, state: tuple, launch: Launch) -> Tensor | None:
-        """Fills the cache and returns the last hidden states; None for the first prompt of a shape, and if there is no graph.
+    def run(
+        self, inputs: dict[str, Tensor], cache: Any, state: tuple, launch: Launch
+    ) -> Tensor | None:
+        """Fills the cache and returns the last hidden states; None for the first prompt of a shape,
+        and if there is no graph.
 
         ``state`` is what a graph has fixed of the model.
         """
@@ -68,7 +85,9 @@ class PromptGraphs(NotCopied):
 
 
 class PromptGraph:
-    """The graph of prompts of one shape, its inputs and outputs at fixed addresses, and the cache that it fills."""
+    """The graph of prompts of one shape, its inputs and outputs at fixed addresses, and the cache
+    that it fills.
+    """
 
     def __init__(self, inputs: dict[str, Tensor], cache: Any, statistics: Statistics) -> None:
         with torch.inference_mode(False):
@@ -80,7 +99,9 @@ class PromptGraph:
         self.done = torch.cuda.Event()  # the last prompt's results are copied
 
     def begin(self, inputs: dict[str, Tensor], cache: Any, launch: Launch) -> Tensor:
-        """Runs a prompt on the capture stream and captures its graph; if that fails, later prompts run without a graph."""
+        """Runs a prompt on the capture stream and captures its graph; if that fails, later prompts
+        run without a graph.
+        """
         device, began = next(iter(inputs.values())).device, time.monotonic()
         with on_capture_stream(device):
             hidden = launch(inputs, cache)
@@ -92,9 +113,13 @@ class PromptGraph:
             self.cache = self.graph = self.hidden = None
             logger.info(f"prompts: no CUDA graph: {' '.join(str(error).split())[:200]}")
         else:
-            logger.info(f"prompts: captured a CUDA graph in {time.monotonic() - began:.2f} s ({tuple(inputs)})")
+            logger.info(
+                f"prompts: captured a CUDA graph in {time.monotonic() - began:.2f} s "
+                f"({tuple(inputs)})"
+            )
         self.counts = self.statistics.counts - before
-        self.statistics.count_again(Counter({name: -times for name, times in self.counts.items()}))  # nothing has run
+        # nothing has run
+        self.statistics.count_again(Counter({name: -times for name, times in self.counts.items()}))
         self.done.record()
         return hidden
 

@@ -10,36 +10,48 @@ from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.types import BucketIndex, SparseAttention
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.budgets import Budget
-from msattn.trainer.models.layer_attention import LayerInputs, attention_recall, score_options, with_sinks
+from msattn.trainer.models.layer_attention import (
+    LayerInputs,
+    attention_recall,
+    score_options,
+    with_sinks,
+)
 from msattn.trainer.serving.cache.layers import REBUILD_EVERY, BucketLayer
 from msattn.trainer.serving.statistics import Statistics
 
-MAX_UNINDEXED = 1024  # tokens after which the bucket index is rebuilt, if the dense window is as long
+# tokens after which the bucket index is rebuilt, if the dense window is as long
+MAX_UNINDEXED = 1024
 
 
 @dataclass(eq=False, kw_only=True)
 class RoutedDecoding:
-    """Attention of new tokens over a dense window and the buckets of a router, in the routed layers."""
+    """Attention of new tokens over a dense window and the buckets of a router, in the routed
+    layers.
+    """
 
     router: Router
     budget: Budget
     recent: int
     sink: int
     layers: frozenset[int]  # the routed ones
-    independent: bool = False  # each query head visits its own buckets; otherwise a query group shares them
-    measure_recall: bool  # also measures the attention mass that is read, at the cost of a dense pass
+    # each query head visits its own buckets; otherwise a query group shares them
+    independent: bool = False
+    # also measures the attention mass that is read, at the cost of a dense pass
+    measure_recall: bool
     statistics: Statistics
 
     @property
     def rebuild_every(self) -> int:
-        """The tokens after which a bucket index is rebuilt; the dense window holds their keys until then."""
+        """The tokens after which a bucket index is rebuilt; the dense window holds their keys until
+        then.
+        """
         return max(REBUILD_EVERY, min(self.recent, MAX_UNINDEXED))
 
     def attend(self, x: LayerInputs, layer: BucketLayer, short: Tensor | None = None) -> Tensor:
         """Returns the attention of a few new tokens, ``[B, Hq, N, D]``.
 
-        Sequences that are ``short``, bool ``[B]``, read every key. Several tokens of one become a batch of queries over its
-        keys.
+        Sequences that are ``short``, bool ``[B]``, read every key. Several tokens of one become a
+        batch of queries over its keys.
         """
         if x.num_queries == 1:
             return self._attend(x, whole_window(layer.window(self.recent), x.num_keys, short))
@@ -61,15 +73,21 @@ class RoutedDecoding:
         return state.out
 
     def attend_step(self, x: LayerInputs, window: Tensor, short: Tensor | None) -> Tensor:
-        """Like :meth:`attend`, for one new token of each sequence, without synchronizing with the device."""
+        """Like :meth:`attend`, for one new token of each sequence, without synchronizing with the
+        device.
+        """
         assert x.kv_len is not None
         return self._visit(x, whole_window(window, x.kv_len, short))[1].out
 
     def _visit(self, x: LayerInputs, window: int | Tensor) -> tuple[Tensor, SparseAttention]:
-        """Returns the visited buckets and the attention of one query per row; the kernel counts the keys that it reads."""
+        """Returns the visited buckets and the attention of one query per row; the kernel counts the
+        keys that it reads.
+        """
         with self.statistics.timed("selection"):
             sizes = x.cache.sizes.expand(len(x.q), -1, -1)  # rows may be queries of one sequence
-            visited = self.router.visit(x, self.budget, lambda: sizes, window=window, by_head=self.independent)
+            visited = self.router.visit(
+                x, self.budget, lambda: sizes, window=window, by_head=self.independent
+            )
         counts = self.statistics.key_counts(x.k)
         with self.statistics.timed("attention"):
             decode = decode_query_heads if self.independent else decode_attention
@@ -77,7 +95,9 @@ class RoutedDecoding:
 
 
 def whole_window(window: int | Tensor, keys: int | Tensor, short: Tensor | None) -> int | Tensor:
-    """Returns the length of the dense window: ``window``, or all ``keys`` of sequences that are ``short``."""
+    """Returns the length of the dense window: ``window``, or all ``keys`` of sequences that are
+    ``short``.
+    """
     return window if short is None else torch.where(short, keys, window).int()
 
 
@@ -85,7 +105,8 @@ def visible_keys(x: LayerInputs) -> Tensor | int:
     """Returns the number of keys that the queries of ``x`` see in all rows and key/value heads."""
     rows, heads = x.k.shape[:2]
     if x.kv_len is None:
-        last = x.num_queries * (2 * x.num_keys - x.num_queries + 1) // 2  # number for a row without padding
+        # number for a row without padding
+        last = x.num_queries * (2 * x.num_keys - x.num_queries + 1) // 2
         keys: Tensor | int = rows * last
     else:
         keys = x.kv_len.sum()
@@ -96,15 +117,18 @@ def visible_keys(x: LayerInputs) -> Tensor | int:
 def decode_attention(
     x: LayerInputs, probes: Tensor, *, window: int | Tensor, sink: int, counts: Tensor | None = None
 ) -> SparseAttention:
-    """Computes the attention of one query per row, ``[B, Hq, 1, D]``, over the last ``window`` keys and the selected buckets.
+    """Computes the attention of one query per row, ``[B, Hq, 1, D]``, over the last ``window`` keys
+    and the selected buckets.
 
-    ``x.cache`` is a :class:`BucketLayer` whose ``assign`` was called in this pass. With :func:`queries_as_batch`, rows are
-    queries of one of its sequences. ``probes`` are int32 ``[B, Hkv, L]`` without repeated buckets in a row; a ``window`` per
-    row is int32 ``[B]``. The number of keys read is added to ``counts``, int64 ``[B, Hkv]``.
+    ``x.cache`` is a :class:`BucketLayer` whose ``assign`` was called in this pass. With
+    :func:`queries_as_batch`, rows are queries of one of its sequences. ``probes`` are int32
+    ``[B, Hkv, L]`` without repeated buckets in a row; a ``window`` per row is int32 ``[B]``. The
+    number of keys read is added to ``counts``, int64 ``[B, Hkv]``.
     """
     index = BucketIndex(*(part.expand(len(x.q), -1, -1) for part in x.cache.index))
     state = bucket_decode(
-        x.q, x.k, x.v, index, probes, recent=window, sink=sink, kv_len=x.kv_len, distinct=True, counts=counts,
+        x.q, x.k, x.v, index, probes, recent=window, sink=sink, kv_len=x.kv_len, distinct=True,
+        counts=counts,
         **score_options(x),
     )  # fmt: skip
     return with_sinks(x, state)
@@ -115,15 +139,20 @@ def decode_query_heads(
 ) -> SparseAttention:
     """Computes :func:`decode_attention` with separate ``probes [B, Hq, L]`` for each query head.
 
-    The first query heads of all groups are decoded together, then the second ones, and so on. ``counts`` sums their keys.
+    The first query heads of all groups are decoded together, then the second ones, and so on.
+    ``counts`` sums their keys.
     """
     group = x.q.shape[1] // x.k.shape[1]
     parts = []
     for member in range(group):
         own = slice(member, None, group)
         queries = replace(x, q=x.q[:, own], sinks=None if x.sinks is None else x.sinks[own])
-        parts.append(decode_attention(queries, probes[:, own], window=window, sink=sink, counts=counts))
-    return SparseAttention(*(torch.stack(each, 2).flatten(1, 2) for each in zip(*parts, strict=True)))
+        parts.append(
+            decode_attention(queries, probes[:, own], window=window, sink=sink, counts=counts)
+        )
+    return SparseAttention(
+        *(torch.stack(each, 2).flatten(1, 2) for each in zip(*parts, strict=True))
+    )
 
 
 def queries_as_batch(x: LayerInputs, row: int) -> LayerInputs:
@@ -145,7 +174,9 @@ def queries_as_batch(x: LayerInputs, row: int) -> LayerInputs:
         q_nope=as_rows(x.q_nope),
         k_nope=as_rows(x.k_nope),
         kv_start=None if x.kv_start is None else x.kv_start[one].expand(queries),
-        kv_len=torch.arange(x.num_keys - queries + 1, x.num_keys + 1, dtype=torch.int32, device=x.q.device),
+        kv_len=torch.arange(
+            x.num_keys - queries + 1, x.num_keys + 1, dtype=torch.int32, device=x.q.device
+        ),
         cache=_OneRow(
             BucketIndex(*(part[one] for part in x.cache.index)),
             x.cache.sizes[one],
@@ -155,7 +186,9 @@ def queries_as_batch(x: LayerInputs, row: int) -> LayerInputs:
 
 
 class _OneRow(NamedTuple):
-    """The index, the sizes of buckets and the summaries of one sequence of a :class:`BucketLayer`."""
+    """The index, the sizes of buckets and the summaries of one sequence of a
+    :class:`BucketLayer`.
+    """
 
     index: BucketIndex
     sizes: Tensor

@@ -17,7 +17,9 @@ VISIBLE, READ_DENSELY = "visible keys", "keys read in dense passes"  # of decode
 
 
 class SparseStats(dict[str, Any]):
-    """The dict of :meth:`msattn.trainer.serving.sparse.Sparse.stats`, which prints in one line what was measured or counted."""
+    """The dict of :meth:`msattn.trainer.serving.sparse.Sparse.stats`, which prints in one line what
+    was measured or counted.
+    """
 
     def __repr__(self) -> str:
         shown = [f"{name} {text}" for name, value in self.items() if (text := _shown(value))]
@@ -25,7 +27,9 @@ class SparseStats(dict[str, Any]):
 
 
 def _shown(value: Any) -> str:
-    """Returns a value in a few digits, the range of several that differ, and nothing for None and 0 times."""
+    """Returns a value in a few digits, the range of several that differ, and nothing for None and 0
+    times.
+    """
     if isinstance(value, dict):
         low, high = (f"{each(value.values()):.3g}" for each in (min, max))
         return "" if low == high else f"{low} to {high}"
@@ -33,19 +37,23 @@ def _shown(value: Any) -> str:
 
 
 class Statistics:
-    """Means of named values, which several threads may add, without synchronizing with the device before :meth:`mean`.
+    """Means of named values, which several threads may add, without synchronizing with the device
+    before :meth:`mean`.
 
-    Keys that decoding reads are counted separately, because kernels count them in CUDA graphs: see :meth:`key_counts`. For each
-    token a key/value head is read ``reads_per_head`` times: once, or once per query head if these choose separately. With a
-    ``timer``, the time of each phase is also measured.
+    Keys that decoding reads are counted separately, because kernels count them in CUDA graphs: see
+    :meth:`key_counts`. For each token a key/value head is read ``reads_per_head`` times: once, or
+    once per query head if these choose separately. With a ``timer``, the time of each phase is also
+    measured.
     """
 
     def __init__(self, timer: PhaseTimer | None = None, reads_per_head: int = 1) -> None:
         self.timer, self._reads_per_head = timer, reads_per_head
         self._counts: Counter[Name] = Counter()
-        self._totals: dict[tuple[Name, torch.device], Tensor] = {}  # sums of values: fp64 scalars at fixed addresses
+        # sums of values: fp64 scalars at fixed addresses
+        self._totals: dict[tuple[Name, torch.device], Tensor] = {}
         self._key_counts: dict[tuple[Any, ...], Tensor] = {}
-        self._keys: Counter[Name] = Counter()  # visible and densely read ones, as far as the host knows their number
+        # visible and densely read ones, as far as the host knows their number
+        self._keys: Counter[Name] = Counter()
         self._lock = Lock()
 
     def add(self, name: Name, values: Tensor) -> None:
@@ -62,7 +70,9 @@ class Statistics:
         return self._totals[name, device]
 
     def add_dense(self, layer: int, reason: str | None) -> None:
-        """Counts a pass that read all blocks in a layer, also under the name ``reason``; None: there is no selection."""
+        """Counts a pass that read all blocks in a layer, also under the name ``reason``; None:
+        there is no selection.
+        """
         if reason is not None:
             self.count(layer)
             self.count(reason)
@@ -74,7 +84,9 @@ class Statistics:
             sparsity(selected, candidates, self._total(layer, selected.device))
 
     def sparsity(self) -> tuple[float | None, dict[int, float] | None]:
-        """Returns the mean over layers and passes, and that of each layer by its number; None without such passes."""
+        """Returns the mean over layers and passes, and that of each layer by its number; None
+        without such passes.
+        """
         with self._lock:
             layers = sorted(name for name in self._counts if isinstance(name, int))
             found = [(layer, self._sum(layer), self._counts[layer]) for layer in layers]
@@ -104,17 +116,23 @@ class Statistics:
             return self._counts.copy()
 
     def count_again(self, counts: Counter[Name]) -> None:
-        """Adds the counts that a CUDA graph added when it was captured; a replay updates only counters on the device."""
+        """Adds the counts that a CUDA graph added when it was captured; a replay updates only
+        counters on the device.
+        """
         with self._lock:
             self._counts += counts
 
     def key_counts(self, x: Tensor) -> Tensor:
-        """Returns the counter of the keys that are read from ``x [B, Hkv, M, D]``: int64 ``[B, Hkv]``, at a fixed address."""
+        """Returns the counter of the keys that are read from ``x [B, Hkv, M, D]``: int64
+        ``[B, Hkv]``, at a fixed address.
+        """
         kind = (x.device, *x.shape[:2])
         with self._lock:
             if kind not in self._key_counts:
                 with torch.inference_mode(False):
-                    self._key_counts[kind] = torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device)
+                    self._key_counts[kind] = torch.zeros(
+                        x.shape[:2], dtype=torch.int64, device=x.device
+                    )
             return self._key_counts[kind]
 
     def add_visible(self, keys: Tensor | int, *, all_read: bool = False) -> None:
@@ -144,7 +162,9 @@ class Statistics:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Ignores everything in the block, such as passes that only compile kernels and capture graphs."""
+        """Ignores everything in the block, such as passes that only compile kernels and capture
+        graphs.
+        """
         with self._lock:
             self._synchronize()
             on_device = {id(x): x.clone() for x in self._tensors()}
@@ -155,8 +175,12 @@ class Statistics:
             with self._lock:
                 self._restore(*counts, on_device)
 
-    def _restore(self, counts: Counter[Name], keys: Counter[Name], on_device: dict[int, Tensor]) -> None:
-        """Sets all counters; those on a device in place, since graphs hold their addresses, and to 0 if they are new."""
+    def _restore(
+        self, counts: Counter[Name], keys: Counter[Name], on_device: dict[int, Tensor]
+    ) -> None:
+        """Sets all counters; those on a device in place, since graphs hold their addresses, and to
+        0 if they are new.
+        """
         self._counts, self._keys = counts, keys
         self._synchronize()
         for x in self._tensors():
@@ -176,5 +200,7 @@ class Statistics:
         return nullcontext() if self.timer is None else self.timer.measure(phase)
 
     def seconds(self, phase: str) -> float | None:
-        """Returns the total seconds of ``phase``; None without a timer, or if there was no such phase."""
+        """Returns the total seconds of ``phase``; None without a timer, or if there was no such
+        phase.
+        """
         return None if self.timer is None else self.timer.seconds(phase)

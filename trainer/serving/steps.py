@@ -1,8 +1,10 @@
-"""Decoding steps: passes over one new token of each sequence that replace the decoder's ordinary passes.
+"""Decoding steps: passes over one new token of each sequence that replace the decoder's ordinary
+passes.
 
-A step reads lengths from the device and writes new keys at a position stored on the device. It never synchronizes, and its
-tensors keep their addresses, so it can be captured (:mod:`msattn.trainer.serving.graphs`). Ordinary passes between steps
-enlarge buffers and rebuild the bucket index.
+A step reads lengths from the device and writes new keys at a position stored on the device. It
+never synchronizes, and its tensors keep their addresses, so it can be captured
+(:mod:`msattn.trainer.serving.graphs`). Ordinary passes between steps enlarge buffers and rebuild
+the bucket index.
 """
 
 import logging
@@ -39,13 +41,21 @@ from msattn.trainer.serving.graphs import (
 from msattn.trainer.serving.prompts import PromptGraphs
 from msattn.trainer.serving.sparse import Sparse
 
-INPUTS = ("input_ids", "inputs_embeds", "position_ids")  # tensors of a step that change from token to token
-OTHER_ARGUMENTS = ("attention_mask", "past_key_values", "use_cache", "cache_position", "return_dict")
+# tensors of a step that change from token to token
+INPUTS = ("input_ids", "inputs_embeds", "position_ids")
+OTHER_ARGUMENTS = (
+    "attention_mask",
+    "past_key_values",
+    "use_cache",
+    "cache_position",
+    "return_dict",
+)
 logger = logging.getLogger(__name__)
 
 
 class DecodingSteps(NotCopied):
-    """Forward pass of an attached decoder: steps over single tokens where possible, otherwise the original pass.
+    """Forward pass of an attached decoder: steps over single tokens where possible, otherwise the
+    original pass.
 
     With ``cuda_graphs`` steps are captured; otherwise they are launched kernel by kernel.
     """
@@ -56,7 +66,11 @@ class DecodingSteps(NotCopied):
         self.original = decoder.forward
         self.never = _never_steps(decoder)
         self.current = CurrentStep()
-        self.prompts = PromptGraphs(decoder, sparse.statistics) if self.cuda_graphs and self.never is None else None
+        self.prompts = (
+            PromptGraphs(decoder, sparse.statistics)
+            if self.cuda_graphs and self.never is None
+            else None
+        )
         self._steps: WeakKeyDictionary[Cache, Step] = WeakKeyDictionary()
         self._warned: set[str] = set()
 
@@ -70,7 +84,12 @@ class DecodingSteps(NotCopied):
         measured = self.sparse.measure_recall or self.sparse.statistics.timer is not None
         if inputs is None and not measured and (output := self._prompt(arguments)) is not None:
             return output
-        if inputs is None or measured or cache.get_seq_length() == 0 or _tokens(inputs).device.type != Step.device_type:
+        if (
+            inputs is None
+            or measured
+            or cache.get_seq_length() == 0
+            or _tokens(inputs).device.type != Step.device_type
+        ):
             return self._ordinary_pass(arguments)
         try:
             self._check(arguments)
@@ -82,7 +101,9 @@ class DecodingSteps(NotCopied):
         return self._ordinary_pass(arguments) if output is None else output
 
     def _prompt(self, arguments: dict[str, Any]) -> Any:
-        """Returns the output of a whole prompt that runs as a graph; None for other passes and if it is not captured."""
+        """Returns the output of a whole prompt that runs as a graph; None for other passes and if
+        it is not captured.
+        """
         inputs = {name: arguments[name] for name in INPUTS if arguments.get(name) is not None}
         cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
         if self.prompts is None or not self.prompts.serves(inputs, cache):
@@ -91,16 +112,28 @@ class DecodingSteps(NotCopied):
             self._check(arguments)
         except NoGraph:
             return None
-        whole = mask is None or (isinstance(mask, Tensor) and mask.shape == _tokens(inputs).shape[:2])
+        whole = mask is None or (
+            isinstance(mask, Tensor) and mask.shape == _tokens(inputs).shape[:2]
+        )
         if not whole or _padding(mask, None):
             return None
 
         def launch(inputs: dict[str, Tensor], cache: Any) -> Tensor:
-            own = {**arguments, **inputs, "past_key_values": cache, "attention_mask": None, "cache_position": None}
+            own = {
+                **arguments,
+                **inputs,
+                "past_key_values": cache,
+                "attention_mask": None,
+                "cache_position": None,
+            }
             return self.original(**own).last_hidden_state
 
         hidden = self.prompts.run(inputs, cache, self._model_state(), launch)
-        return None if hidden is None else BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
+        return (
+            None
+            if hidden is None
+            else BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
+        )
 
     def _ordinary_pass(self, arguments: dict[str, Any]) -> Any:
         cache: Any = arguments.get("past_key_values")
@@ -112,10 +145,17 @@ class DecodingSteps(NotCopied):
     def _next_token(self, cache: Any, inputs: dict[str, Tensor], arguments: dict[str, Any]) -> Any:
         """Returns the output of a step; None if the bucket index must be rebuilt first.
 
-        The step is launched with the padding of the last token before the mask is read back, and run again if that differs.
+        The step is launched with the padding of the last token before the mask is read back, and
+        run again if that differs.
         """
-        length, mask, step = cache.get_seq_length(), arguments.get("attention_mask"), self._steps.get(cache)
-        if mask is not None and not (isinstance(mask, Tensor) and mask.shape == (len(_tokens(inputs)), length + 1)):
+        length, mask, step = (
+            cache.get_seq_length(),
+            arguments.get("attention_mask"),
+            self._steps.get(cache),
+        )
+        if mask is not None and not (
+            isinstance(mask, Tensor) and mask.shape == (len(_tokens(inputs)), length + 1)
+        ):
             return None  # the ordinary pass converts or refuses it
         computed, hidden = _computed(mask), None
         if step is not None and step.serves(cache, inputs):
@@ -139,7 +179,9 @@ class DecodingSteps(NotCopied):
         given = [name for name, value in others.items() if value is not None and value is not False]
         if given:
             raise NoGraph(f"the argument {given[0]} is given")
-        if arguments.get("return_dict") is False or getattr(self.decoder.config, "output_hidden_states", False):
+        if arguments.get("return_dict") is False or getattr(
+            self.decoder.config, "output_hidden_states", False
+        ):
             raise NoGraph("other outputs than the last hidden states are asked for")
         if torch.is_grad_enabled():
             raise NoGraph("gradients are recorded")
@@ -151,9 +193,14 @@ class DecodingSteps(NotCopied):
             raise NoGraph("the angles of dynamic RoPE depend on the length")
 
     def _step(self, cache: Any, inputs: dict[str, Tensor], padding: list[int]) -> Step | None:
-        """Returns the step for the next token of ``cache``; None if its bucket index must be rebuilt first."""
+        """Returns the step for the next token of ``cache``; None if its bucket index must be
+        rebuilt first.
+        """
         length, step = cache.get_seq_length(), self._steps.get(cache)
-        layers, until_routed = cache.layers, self.sparse.dispatch.tokens_until_routed(length + 1, len(_tokens(inputs)))
+        layers, until_routed = (
+            cache.layers,
+            self.sparse.dispatch.tokens_until_routed(length + 1, len(_tokens(inputs))),
+        )
         indexed = [] if until_routed else self.sparse.bucket_layers(cache)
         if any(layer.rebuild_due(1) for layer in indexed):
             return None
@@ -163,34 +210,60 @@ class DecodingSteps(NotCopied):
         addresses = tuple(layer.addresses() for layer in layers)
         signature = (shapes, until_routed > 0, bool(padding), self._model_state(), addresses)
         if step is None or step.signature != signature:
-            step = self._steps[cache] = Step(signature, inputs, dense=until_routed > 0, padded=bool(padding))
+            step = self._steps[cache] = Step(
+                signature, inputs, dense=until_routed > 0, padded=bool(padding)
+            )
         room = min(layer.key_buffer.capacity for layer in layers) - length
         until_rebuild = [layer.rebuild_every - length + layer.indexed - 1 for layer in indexed]
         step.lasts(min(room, until_routed or room, *until_rebuild), buffers_of(cache))
         return step
 
     def _model_state(self) -> tuple:
-        """Returns the state of the model that a captured graph depends on: addresses of weights, mode, adapters and hooks."""
-        modules = [self.decoder, *([] if self.sparse.dispatch.routed is None else [self.sparse.dispatch.routed.router])]
-        addresses = tuple(_address(x) for module in modules for x in (*module.parameters(), *module.buffers()))
-        tuners: list[Any] = [each for each in self.decoder.modules() if hasattr(each, "merged_adapters")]
+        """Returns the state of the model that a captured graph depends on: addresses of weights,
+        mode, adapters and hooks.
+        """
+        modules = [
+            self.decoder,
+            *([] if self.sparse.dispatch.routed is None else [self.sparse.dispatch.routed.router]),
+        ]
+        addresses = tuple(
+            _address(x) for module in modules for x in (*module.parameters(), *module.buffers())
+        )
+        tuners: list[Any] = [
+            each for each in self.decoder.modules() if hasattr(each, "merged_adapters")
+        ]
         adapters = [
-            f"{each.disable_adapters} {each.active_adapters} {each.merged_adapters} {getattr(each, 'scaling', None)}"
+            f"{each.disable_adapters} {each.active_adapters} {each.merged_adapters} "
+            f"{getattr(each, 'scaling', None)}"
             for each in tuners
         ]
         return addresses, self.decoder.training, tuple(adapters), uncapturable(self.decoder)
 
-    def _run(self, step: Step, cache: Any, inputs: dict[str, Tensor], arguments: dict[str, Any], padding: list[int]) -> Tensor:
-        """Runs a step: as a graph if it was captured, and captures it if it has run before. Returns the last hidden states."""
+    def _run(
+        self,
+        step: Step,
+        cache: Any,
+        inputs: dict[str, Tensor],
+        arguments: dict[str, Any],
+        padding: list[int],
+    ) -> Tensor:
+        """Runs a step: as a graph if it was captured, and captures it if it has run before. Returns
+        the last hidden states.
+        """
         length = cache.get_seq_length()
         step.write(inputs, length, self.sparse.window(cache, length + 1), padding)
         if step.has_run and step.graph is None and self.cuda_graphs and not step.refused:
             self._capture(step, arguments)
-        first = not step.has_run and self.cuda_graphs  # launched where it will be captured, so that its workspaces exist
+        # launched where it will be captured, so that its workspaces exist
+        first = not step.has_run and self.cuda_graphs
         with on_capture_stream(step.position.device) if first else nullcontext():
             hidden = step.run(partial(self._launch, step, arguments))
-        visible = (step.batch * (length + 1) - sum(padding)) * cache.layers[0].key_buffer.memory.shape[1]
-        self.sparse.statistics.add_visible(visible * len(self.sparse.dispatch.routed_layers), all_read=step.dense)
+        visible = (step.batch * (length + 1) - sum(padding)) * cache.layers[
+            0
+        ].key_buffer.memory.shape[1]
+        self.sparse.statistics.add_visible(
+            visible * len(self.sparse.dispatch.routed_layers), all_read=step.dense
+        )
         return hidden
 
     def _launch(self, step: Step, arguments: dict[str, Any]) -> Tensor:
@@ -204,7 +277,9 @@ class DecodingSteps(NotCopied):
             self.current.step = None
 
     def _capture(self, step: Step, arguments: dict[str, Any]) -> None:
-        """Captures the graph of a step; if that fails, the step continues to be launched, with a warning."""
+        """Captures the graph of a step; if that fails, the step continues to be launched, with a
+        warning.
+        """
         reason, began = uncapturable(self.decoder), time.monotonic()
         if reason is None:
             try:
@@ -216,17 +291,29 @@ class DecodingSteps(NotCopied):
             step.refused = True
             self._warn(reason)
             return
-        capacity, took = arguments["past_key_values"].layers[0].key_buffer.capacity, time.monotonic() - began
-        logger.info(f"decoding: captured a CUDA graph in {took:.2f} s (batch {step.batch}, {capacity:,} positions)")
+        capacity, took = (
+            arguments["past_key_values"].layers[0].key_buffer.capacity,
+            time.monotonic() - began,
+        )
+        logger.info(
+            f"decoding: captured a CUDA graph in {took:.2f} s (batch {step.batch}, {capacity:,} "
+            f"positions)"
+        )
 
     def _warn(self, reason: str) -> None:
         if reason not in self._warned and self.cuda_graphs:
             self._warned.add(reason)
-            warnings.warn(f"decoding runs without CUDA graphs, more slowly: {reason}", ModelWarning, stacklevel=2)
+            warnings.warn(
+                f"decoding runs without CUDA graphs, more slowly: {reason}",
+                ModelWarning,
+                stacklevel=2,
+            )
 
 
 def _step_inputs(arguments: dict[str, Any]) -> dict[str, Tensor] | None:
-    """Returns the tensors of one new token per sequence; None if the pass is over several tokens."""
+    """Returns the tensors of one new token per sequence; None if the pass is over several
+    tokens.
+    """
     inputs = {name: arguments[name] for name in INPUTS if arguments.get(name) is not None}
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if tokens is None or tokens.shape[1] != 1 or arguments.get("past_key_values") is None:
@@ -243,7 +330,9 @@ def _tokens(inputs: dict[str, Tensor]) -> Tensor:
 
 
 def _address(x: Tensor) -> int:
-    """Returns a number that changes when a weight is replaced; some quantized ones have no address of their own."""
+    """Returns a number that changes when a weight is replaced; some quantized ones have no address
+    of their own.
+    """
     try:
         return x.data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -251,7 +340,9 @@ def _address(x: Tensor) -> int:
 
 
 def _computed(mask: Tensor | None) -> torch.cuda.Event | None:
-    """Returns an event at the present end of the stream on which ``mask`` was computed; None on a CPU."""
+    """Returns an event at the present end of the stream on which ``mask`` was computed; None on a
+    CPU.
+    """
     if mask is None or not mask.is_cuda:
         return None
     event = torch.cuda.Event()
@@ -260,7 +351,9 @@ def _computed(mask: Tensor | None) -> torch.cuda.Event | None:
 
 
 def _padding(mask: Tensor | None, computed: torch.cuda.Event | None) -> list[int]:
-    """Returns the left padding of each row, [] if there is none; waits only for the event ``computed``."""
+    """Returns the left padding of each row, [] if there is none; waits only for the event
+    ``computed``.
+    """
     if mask is None:
         return []
     if computed is None:
@@ -289,9 +382,14 @@ def _never_steps(decoder: Any) -> str | None:
 
 @contextmanager
 def decoding_steps(decoder: nn.Module, sparse: Sparse, *, cuda_graphs: bool) -> Iterator[None]:
-    """Replaces the forward passes of a decoder on a GPU and of its modules inside the context; see :class:`DecodingSteps`."""
+    """Replaces the forward passes of a decoder on a GPU and of its modules inside the context; see
+    :class:`DecodingSteps`.
+    """
     layers: Any = decoder.layers
-    if all(parameter.device.type not in (Step.device_type, "meta") for parameter in decoder.parameters()):
+    if all(
+        parameter.device.type not in (Step.device_type, "meta")
+        for parameter in decoder.parameters()
+    ):
         yield
         return
     with fused(decoder), ExitStack() as replacements:

@@ -1,1 +1,3 @@
-"""Files that survive kills, full disks and concurrent writers: atomic replacement, locks, hashes, and bounded documents."""
+"""Files that survive kills, full disks and concurrent writers: atomic replacement, locks, hashes,
+and bounded documents.
+"""

@@ -1,4 +1,6 @@
-"""Reading of untrusted JSON and YAML, bounded in size and depth, with checked types; conversion to values that JSON has."""
+"""Reading of untrusted JSON and YAML, bounded in size and depth, with checked types; conversion to
+values that JSON has.
+"""
 
 import json
 import math
@@ -18,8 +20,8 @@ Schema = TypeVar("Schema")
 def read_json(path: Path, where: str, max_bytes: int) -> dict[str, Any]:
     """Returns the object in a JSON file of at most ``max_bytes``; ``where`` begins error messages.
 
-    Raises UserError like :func:`read_text`, and for documents that are not objects, contain NaN or infinity, or nest too
-    deeply.
+    Raises UserError like :func:`read_text`, and for documents that are not objects, contain NaN or
+    infinity, or nest too deeply.
     """
     try:
         document = json.loads(read_text(path, where, max_bytes), parse_constant=_refuse_constant)
@@ -35,7 +37,8 @@ def read_json(path: Path, where: str, max_bytes: int) -> dict[str, Any]:
 def parse_yaml(text: str, where: str) -> dict[str, Any]:
     """Returns the mapping in a YAML text; ``where`` begins error messages.
 
-    Raises UserError for invalid YAML, deep nesting, a tag, an alias, and values that JSON lacks, such as NaN or a date.
+    Raises UserError for invalid YAML, deep nesting, a tag, an alias, and values that JSON lacks,
+    such as NaN or a date.
     """
     import yaml
 
@@ -44,7 +47,9 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
         marked = next((token for token in yaml.scan(text) if isinstance(token, marks)), None)
         if marked is not None:
             line = marked.start_mark.line + 1
-            raise UserError(f"{where} has a tag, an anchor or an alias in line {line}; expected plain values")
+            raise UserError(
+                f"{where} has a tag, an anchor or an alias in line {line}; expected plain values"
+            )
         document = yaml.safe_load(text)
     except RecursionError as error:
         raise UserError(f"{where} nests deeper than {MAX_DEPTH} levels") from error
@@ -56,7 +61,9 @@ def parse_yaml(text: str, where: str) -> dict[str, Any]:
 
 
 def read_text(path: Path, where: str, max_bytes: int) -> str:
-    """Returns the text of a regular UTF-8 file of at most ``max_bytes``; raises UserError for other files."""
+    """Returns the text of a regular UTF-8 file of at most ``max_bytes``; raises UserError for other
+    files.
+    """
     check_regular(path, where)
     try:
         with path.open("rb") as file:
@@ -72,13 +79,17 @@ def read_text(path: Path, where: str, max_bytes: int) -> str:
 
 
 def check_regular(path: Path, where: str) -> None:
-    """Raises UserError if ``path`` is missing, unreachable, or not a regular file (for example a folder or a pipe)."""
+    """Raises UserError if ``path`` is missing, unreachable, or not a regular file (for example a
+    folder or a pipe).
+    """
     try:
         mode = os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{where} is missing") from error
     except (OSError, ValueError) as error:
-        raise UserError(f"{where} cannot be read ({getattr(error, 'strerror', None) or first_line(error)})") from error
+        raise UserError(
+            f"{where} cannot be read ({getattr(error, 'strerror', None) or first_line(error)})"
+        ) from error
     if not stat.S_ISREG(mode):
         raise UserError(f"{where} is not a regular file")
 
@@ -90,21 +101,25 @@ def check_contained(path: Path, root: Path, where: str) -> None:
 
 
 def root_of_links(folder: Path) -> Path:
-    """Returns the folder that links in ``folder`` must not leave: files of the Hub's cache link to its ``blobs``.
+    """Returns the folder that links in ``folder`` must not leave: files of the Hub's cache link to
+    its ``blobs``.
 
     A repository in that cache is ``models--<id>/snapshots/<commit>`` beside ``models--<id>/blobs``.
     """
     folder = folder.resolve()
     for snapshots in (folder.parent, folder.parent.parent):
         repository = snapshots.parent
-        of_hub = snapshots.name == "snapshots" and repository.name.startswith(("models--", "datasets--"))
+        of_hub = snapshots.name == "snapshots" and repository.name.startswith(
+            ("models--", "datasets--")
+        )
         if of_hub and os.path.isdir(repository / "blobs"):
             return repository
     return folder
 
 
 def checked(document: Mapping[str, Any], schema: type[Schema], where: str) -> Schema:
-    """Returns ``document`` as an instance of the dataclass ``schema``; raises UserError for missing keys and wrong types.
+    """Returns ``document`` as an instance of the dataclass ``schema``; raises UserError for missing
+    keys and wrong types.
 
     Additional keys are ignored, or refused if the schema's ``__pydantic_config__`` forbids them.
     """
@@ -117,7 +132,8 @@ def checked(document: Mapping[str, Any], schema: type[Schema], where: str) -> Sc
         key = ".".join(map(str, first["loc"]))
         if first["type"] == "missing":
             raise UserError(f"{where} has no key {key}") from error
-        value = "" if isinstance(first["input"], dict) else f"={first['input']!r:.60}"  # an object has too much to show
+        # an object has too much to show
+        value = "" if isinstance(first["input"], dict) else f"={first['input']!r:.60}"
         parts = where, f"{key}{value}", re.sub(r"^Value error, ", "", first["msg"])
         raise UserError(": ".join(filter(None, parts))) from error
 
@@ -134,7 +150,9 @@ def _plain_object(document: Any, where: str) -> dict[str, Any]:
 
 
 def _check_plain(value: Any, where: str, depth: int) -> None:
-    """Raises UserError for values that JSON lacks, such as dates and infinity, and for deep nesting."""
+    """Raises UserError for values that JSON lacks, such as dates and infinity, and for deep
+    nesting.
+    """
     if depth > MAX_DEPTH:
         raise UserError(f"{where} nests deeper than {MAX_DEPTH} levels")
     if isinstance(value, dict):
@@ -146,9 +164,12 @@ def _check_plain(value: Any, where: str, depth: int) -> None:
         for each in value:
             _check_plain(each, where, depth + 1)
     elif isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{where} has the value {value}, expected finite numbers")  # JSON's 1e999 is infinite
+        # JSON's 1e999 is infinite
+        raise UserError(f"{where} has the value {value}, expected finite numbers")
     elif value is not None and not isinstance(value, str | int | float | bool):
-        raise UserError(f"{where} has the value {value!r:.40}, expected a string, a number, true, false or null")
+        raise UserError(
+            f"{where} has the value {value!r:.40}, expected a string, a number, true, false or null"
+        )
 
 
 def finite(value: Any) -> Any:

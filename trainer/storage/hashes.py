@@ -1,4 +1,6 @@
-"""Hashes of files and folders, and tensor files that contain a hash of their content, so that damage is detected."""
+"""Hashes of files and folders, and tensor files that contain a hash of their content, so that
+damage is detected.
+"""
 
 import hashlib
 import json
@@ -24,15 +26,21 @@ def file_hash(path: Path) -> str:
 
 
 def folder_hashes(folder: Path, *without: str) -> dict[str, str]:
-    """Returns the hashes of all files below ``folder``, except files named ``without``, by relative path."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in without)
+    """Returns the hashes of all files below ``folder``, except files named ``without``, by relative
+    path.
+    """
+    paths = sorted(
+        path for path in folder.rglob("*") if path.is_file() and path.name not in without
+    )
     with ThreadPoolExecutor(THREADS) as pool:
         hashes = list(pool.map(file_hash, paths))
     return {str(path.relative_to(folder)): value for path, value in zip(paths, hashes, strict=True)}
 
 
 def first_difference(folder: Path, hashes: Mapping[str, str], *without: str) -> str | None:
-    """Returns a clause about the first file below ``folder`` that differs from ``hashes``, or None if all are as written."""
+    """Returns a clause about the first file below ``folder`` that differs from ``hashes``, or None
+    if all are as written.
+    """
     found = folder_hashes(folder, *without)
     for name in sorted(hashes):
         if name not in found:
@@ -57,17 +65,24 @@ def content_hash(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _hash(tensors: Mapping[str, Tensor], note: str, name: str, settings: str) -> str:
-    return hashlib.sha256("\n".join([name, content_hash(tensors), note, settings]).encode()).hexdigest()
+    return hashlib.sha256(
+        "\n".join([name, content_hash(tensors), note, settings]).encode()
+    ).hexdigest()
 
 
-def read_hashed(path: Path, name: str | None = None, settings: str = "") -> tuple[dict[str, Tensor], str]:
-    """Returns the tensors (memory-mapped) and the note of a file; without ``name`` its hash is not compared.
+def read_hashed(
+    path: Path, name: str | None = None, settings: str = ""
+) -> tuple[dict[str, Tensor], str]:
+    """Returns the tensors (memory-mapped) and the note of a file; without ``name`` its hash is not
+    compared.
 
-    Raises FileNotFoundError, or DamagedFile if the file cannot be read, or was written with another name or other settings.
+    Raises FileNotFoundError, or DamagedFile if the file cannot be read, or was written with another
+    name or other settings.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            tensors, metadata = {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
         note = metadata.get("note", "")
         intact = name is None or metadata.get("hash") == _hash(tensors, note, name, settings)
     except FileNotFoundError:
@@ -79,18 +94,28 @@ def read_hashed(path: Path, name: str | None = None, settings: str = "") -> tupl
     return tensors, note
 
 
-def write_hashed(path: Path, tensors: Mapping[str, Tensor], name: str, settings: str = "", note: str = "") -> None:
-    """Replaces a file by ``tensors``, ``note`` and the hash of all arguments; readers see the old file or the new one."""
+def write_hashed(
+    path: Path, tensors: Mapping[str, Tensor], name: str, settings: str = "", note: str = ""
+) -> None:
+    """Replaces a file by ``tensors``, ``note`` and the hash of all arguments; readers see the old
+    file or the new one.
+    """
     with replace_file(path) as new:
-        save_tensors(new, dict(tensors), {"note": note, "hash": _hash(tensors, note, name, settings)})
+        save_tensors(
+            new, dict(tensors), {"note": note, "hash": _hash(tensors, note, name, settings)}
+        )
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Writes a safetensors file with reproducible bytes; the library itself writes metadata in random order."""
+    """Writes a safetensors file with reproducible bytes; the library itself writes metadata in
+    random order.
+    """
     save_file(tensors, path, metadata=metadata)
     with path.open("r+b") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
         header["__metadata__"] = metadata
         file.seek(8)
-        file.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))
+        file.write(
+            json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        )

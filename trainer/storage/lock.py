@@ -16,15 +16,17 @@ from filelock import FileLock, Timeout
 from msattn.trainer.errors import UserError, free_space, print_once
 from msattn.trainer.ranks import is_main_rank
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # errors of a file system without locks
+# errors of a file system without locks
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Holds the lock of ``folder``, the file ``.<name>.lock`` beside it, inside the context.
 
-    The lock is released when the process ends, however it ends. A thread may enter several times. Ranks of one ``torchrun``
-    share the lock, which rank 0 holds. Raises UserError with process id and host if another process or thread holds it.
+    The lock is released when the process ends, however it ends. A thread may enter several times.
+    Ranks of one ``torchrun`` share the lock, which rank 0 holds. Raises UserError with process id
+    and host if another process or thread holds it.
     """
     path = _lock_file(folder)
     if not is_main_rank():
@@ -33,7 +35,8 @@ def locked(folder: Path) -> Iterator[None]:
             raise _refusal(folder, holder)
         yield
         return
-    # One lock of a path in the process, so that a thread may enter again. Without flock it must fail, see _hold.
+    # One lock of a path in the process, so that a thread may enter again. Without flock it must
+    # fail, see _hold.
     lock = FileLock(path, timeout=0, is_singleton=True, fallback_to_soft=False)
     if lock.is_locked:
         yield
@@ -44,9 +47,11 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def locked_in_turn(file: Path) -> Iterator[None]:
-    """Holds the lock ``.<name>.lock`` beside ``file`` inside the context, and waits while another process or thread holds it.
+    """Holds the lock ``.<name>.lock`` beside ``file`` inside the context, and waits while another
+    process or thread holds it.
 
-    Unlike :func:`locked`, each rank takes the lock. It is released when the process ends, however it ends.
+    Unlike :func:`locked`, each rank takes the lock. It is released when the process ends, however
+    it ends.
     """
     with _hold(FileLock(_lock_file(file), fallback_to_soft=False), file):
         yield
@@ -64,8 +69,12 @@ def _hold(lock: FileLock, folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             reason = f"{path.name}: {error.strerror}; {free_space(path)}"
-            raise UserError(f"outputs={folder.parent}: the folder is not writable ({reason})") from error
-        print_once(f"warning: {folder}: the file system has no locks; run one job at a time in this folder")
+            raise UserError(
+                f"outputs={folder.parent}: the folder is not writable ({reason})"
+            ) from error
+        print_once(
+            f"warning: {folder}: the file system has no locks; run one job at a time in this folder"
+        )
     try:
         if lock.is_locked:
             with suppress(OSError):  # the lock holds on a full disk, too; only refusals name less
@@ -79,7 +88,9 @@ def _hold(lock: FileLock, folder: Path) -> Iterator[None]:
 
 
 def _acquire(lock: FileLock) -> None:
-    """Acquires ``lock``; tries again if its last holder removed the file meanwhile (ESTALE on network file systems)."""
+    """Acquires ``lock``; tries again if its last holder removed the file meanwhile (ESTALE on
+    network file systems).
+    """
     try:
         lock.acquire()
     except OSError as error:
@@ -106,7 +117,10 @@ def _own() -> dict[str, Any]:
         "host": socket.gethostname(),
         "command": " ".join(["msattn", *sys.argv[1:2]]),
         "since": datetime.now().isoformat(sep=" ", timespec="minutes"),
-        "run": ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")),
+        "run": ":".join(
+            os.environ.get(name, "")
+            for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
+        ),
     }
 
 
@@ -120,5 +134,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _refusal(folder: Path, holder: dict[str, Any]) -> UserError:
     who = f"process {holder.get('pid', 'unknown')} on {holder.get('host', 'an unknown host')}"
-    since = f", {holder['command']} since {holder['since']}" if {"command", "since"} <= holder.keys() else ""
-    return UserError(f"{folder}: another run writes there ({who}{since}); wait for it, or choose another name=")
+    since = (
+        f", {holder['command']} since {holder['since']}"
+        if {"command", "since"} <= holder.keys()
+        else ""
+    )
+    return UserError(
+        f"{folder}: another run writes there ({who}{since}); wait for it, or choose another name="
+    )

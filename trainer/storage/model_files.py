@@ -7,19 +7,28 @@ from pathlib import Path
 from typing import Any
 
 from msattn.trainer.errors import UserError, first_line, only_errors
-from msattn.trainer.storage.documents import check_contained, check_regular, read_json, read_text, root_of_links
+from msattn.trainer.storage.documents import (
+    check_contained,
+    check_regular,
+    read_json,
+    read_text,
+    root_of_links,
+)
 
 SAFETENSORS, PICKLE, INDEX = "model.safetensors", "pytorch_model.bin", ".index.json"
-WEIGHT_FILES = (SAFETENSORS, f"{SAFETENSORS}{INDEX}", PICKLE, f"{PICKLE}{INDEX}")  # in the order of preference
+# in the order of preference
+WEIGHT_FILES = (SAFETENSORS, f"{SAFETENSORS}{INDEX}", PICKLE, f"{PICKLE}{INDEX}")
 GGUF = ".gguf"  # suffix of files that hold configuration, tokenizer and weights
 MAX_BYTES = 100_000_000  # limit for files other than weights: tokenizers take up to 35 MB
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The files of a model. ``name`` is the argument that names it, such as ``model.path=Qwen/Qwen3-8B``, for messages.
+    """The files of a model. ``name`` is the argument that names it, such as
+    ``model.path=Qwen/Qwen3-8B``, for messages.
 
-    ``source`` is a local folder, a GGUF file, which stands for a folder without other files, or a Hub id.
+    ``source`` is a local folder, a GGUF file, which stands for a folder without other files, or a
+    Hub id.
     """
 
     name: str
@@ -41,12 +50,16 @@ class ModelFiles:
         return "Hub model" if self.folder is None else "folder"
 
     def at_one_commit(self) -> "ModelFiles":
-        """Returns these files at the revision's current commit, so that all come from the same commit."""
+        """Returns these files at the revision's current commit, so that all come from the same
+        commit.
+        """
         snapshot = None if self.folder is not None else self._download("config.json", False)
         return self if snapshot is None else replace(self, revision=snapshot.parent.name)
 
     def locate(self, file: str) -> Path | None:
-        """Returns the path of a file of any type, which is downloaded if necessary; None if there is none."""
+        """Returns the path of a file of any type, which is downloaded if necessary; None if there
+        is none.
+        """
         if self.folder is None:
             return self._download(file, False)
         try:
@@ -64,7 +77,8 @@ class ModelFiles:
         if self.folder is not None:
             return
         try:
-            with only_errors("huggingface_hub"):  # it warns of each retry; the final error is raised
+            # it warns of each retry; the final error is raised
+            with only_errors("huggingface_hub"):
                 cached_files(str(self.source), list(files), revision=self.revision)
         except (OSError, ValueError) as error:
             raise self.error(error) from error
@@ -72,29 +86,44 @@ class ModelFiles:
     def find(self, file: str, required: bool = False) -> Path | None:
         """Returns the path of a file; None if there is none.
 
-        Raises UserError if it is not a regular file, is a link that leaves the folder, or is ``required`` and missing.
+        Raises UserError if it is not a regular file, is a link that leaves the folder, or is
+        ``required`` and missing.
         """
-        found = self._download(file, True) if self.folder is None and required else self.locate(file)
+        found = (
+            self._download(file, True) if self.folder is None and required else self.locate(file)
+        )
         if found is None and required:
-            raise UserError(f"{self.name}: the {self.kind} has no {file}, so it is not a Hugging Face model")
+            raise UserError(
+                f"{self.name}: the {self.kind} has no {file}, so it is not a Hugging Face model"
+            )
         if found is not None:
             check_regular(found, f"{self.name}: {file}")
-            check_contained(found, root_of_links(found.parents[len(Path(file).parts) - 1]), f"{self.name}: {file}")
+            check_contained(
+                found,
+                root_of_links(found.parents[len(Path(file).parts) - 1]),
+                f"{self.name}: {file}",
+            )
         return found
 
     def check(self, file: str) -> None:
-        """Raises UserError like :meth:`find`, or if a file that libraries will read is larger than :data:`MAX_BYTES`."""
+        """Raises UserError like :meth:`find`, or if a file that libraries will read is larger than
+        :data:`MAX_BYTES`.
+        """
         path = self.find(file)
         if path is not None and path.stat().st_size > MAX_BYTES:
             raise UserError(f"{self.name}: {file} is larger than {MAX_BYTES / 1e6:g} MB")
 
     def text(self, file: str) -> str | None:
-        """Returns the text of a file, or None. Raises errors like :func:`msattn.trainer.storage.documents.read_text`."""
+        """Returns the text of a file, or None. Raises errors like
+        :func:`msattn.trainer.storage.documents.read_text`.
+        """
         path = self.find(file)
         return None if path is None else read_text(path, f"{self.name}: {file}", MAX_BYTES)
 
     def json(self, file: str, required: bool = False) -> dict[str, Any] | None:
-        """Returns the object in a JSON file, or None. Raises errors like :meth:`find` and ``read_json``."""
+        """Returns the object in a JSON file, or None. Raises errors like :meth:`find` and
+        ``read_json``.
+        """
         path = self.find(file, required)
         return None if path is None else read_json(path, f"{self.name}: {file}", MAX_BYTES)
 
@@ -111,7 +140,8 @@ class ModelFiles:
         if self.folder is not None:
             return UserError(f"{self.name}: the files there cannot be loaded ({first_line(error)})")
         return UserError(
-            f"{self.name}: not a local folder, and loading it from the Hugging Face Hub failed ({first_line(error)}); "
+            f"{self.name}: not a local folder, and loading it from the Hugging Face Hub failed "
+            f"({first_line(error)}); "
             "model.init=random builds the architecture of a packaged model without a download"
         )
 
@@ -126,8 +156,12 @@ class ModelFiles:
         from transformers.utils import cached_file
 
         try:
-            with only_errors("huggingface_hub"):  # it warns of each retry; the final error is raised
-                options = {"revision": self.revision, "_raise_exceptions_for_missing_entries": required}
+            # it warns of each retry; the final error is raised
+            with only_errors("huggingface_hub"):
+                options = {
+                    "revision": self.revision,
+                    "_raise_exceptions_for_missing_entries": required,
+                }
                 found = cached_file(str(self.source), file, **options)
         except (OSError, ValueError) as error:
             raise self.error(error) from error
@@ -141,7 +175,8 @@ def local_folder(path: str) -> Path | None:
 
 
 def local_model(path: str, name: str) -> Path | None:
-    """Returns the folder or GGUF file of a local model, or None. For a folder without other weights this is its GGUF file.
+    """Returns the folder or GGUF file of a local model, or None. For a folder without other weights
+    this is its GGUF file.
 
     Raises UserError, beginning with ``name``, if the folder has several GGUF files.
     """
@@ -150,9 +185,16 @@ def local_model(path: str, name: str) -> Path | None:
     folder = local_folder(path)
     if folder is None or any(os.path.lexists(folder / weights) for weights in WEIGHT_FILES):
         return folder
-    found = sorted(each for each in folder.iterdir() if _is_gguf(each)) if os.access(folder, os.R_OK | os.X_OK) else []
+    found = (
+        sorted(each for each in folder.iterdir() if _is_gguf(each))
+        if os.access(folder, os.R_OK | os.X_OK)
+        else []
+    )
     if len(found) > 1:
-        raise UserError(f"{name}: several GGUF files: {', '.join(each.name for each in found)}; give the path of one")
+        raise UserError(
+            f"{name}: several GGUF files: {', '.join(each.name for each in found)}; give the path "
+            f"of one"
+        )
     return found[0] if found else folder
 
 

@@ -22,10 +22,10 @@ MAX_SETTINGS_BYTES = 8_000_000
 class FinishedParts:
     """A folder with one safetensors file for each finished part of a job.
 
-    A part records its name, and the hash of its tensors, its note and the settings (everything that parts depend on, as JSON
-    values). Parts with other settings are removed, or refused if ``resume`` is set. A damaged or misnamed part counts as
-    missing, so that the job creates it again. Ranks that share the folder must all open it, rank 0 first, before any of them
-    saves.
+    A part records its name, and the hash of its tensors, its note and the settings (everything that
+    parts depend on, as JSON values). Parts with other settings are removed, or refused if
+    ``resume`` is set. A damaged or misnamed part counts as missing, so that the job creates it
+    again. Ranks that share the folder must all open it, rank 0 first, before any of them saves.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
@@ -59,20 +59,26 @@ class FinishedParts:
         check_settings(str(self.folder), before, settings)
 
     def __contains__(self, name: str) -> bool:
-        """Returns True if the part ``name`` is finished and intact; warns on stderr about a damaged one."""
+        """Returns True if the part ``name`` is finished and intact; warns on stderr about a damaged
+        one.
+        """
         if name not in self._intact:
             try:
                 read_hashed(self._path(name), name, self._settings)
             except FileNotFoundError:
                 return False
             except DamagedFile as error:
-                print_once(f"warning: {self._path(name)} is damaged ({error}); it will be created again")
+                print_once(
+                    f"warning: {self._path(name)} is damaged ({error}); it will be created again"
+                )
                 return False
             self._intact.add(name)
         return True
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the names of the parts that are finished and intact, in the order in which they were saved."""
+        """Yields the names of the parts that are finished and intact, in the order in which they
+        were saved.
+        """
         paths = sorted(self.folder.glob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
         return (path.stem for path in paths if path.stem in self)
 
@@ -88,9 +94,14 @@ class FinishedParts:
         self._intact.add(name)
 
     def load(self, name: str) -> tuple[dict[str, Tensor], Any]:
-        """Returns the tensors (memory-mapped) and the note of the part ``name``; raises UserError if it is damaged."""
+        """Returns the tensors (memory-mapped) and the note of the part ``name``; raises UserError
+        if it is damaged.
+        """
         if name not in self:
-            raise UserError(f"{self._path(name)}: the file is missing or damaged; run the command again to create it")
+            raise UserError(
+                f"{self._path(name)}: the file is missing or damaged; run the command again to "
+                f"create it"
+            )
         tensors, note = read_hashed(self._path(name))  # it is intact, see __contains__
         return tensors, json.loads(note)
 

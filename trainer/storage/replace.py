@@ -21,8 +21,8 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # arguments of renameat2(2)
 def replace_file(path: Path) -> Iterator[Path]:
     """Yields a path to write to, which replaces ``path`` when the block ends.
 
-    Readers see the old file or the new one, never a partial one. If the body fails, ``path`` is unchanged. The caller holds the
-    lock of ``path`` (:func:`msattn.trainer.storage.lock.locked`).
+    Readers see the old file or the new one, never a partial one. If the body fails, ``path`` is
+    unchanged. The caller holds the lock of ``path`` (:func:`msattn.trainer.storage.lock.locked`).
     """
     new = _sibling(path, "new")  # overwritten if a killed process left one
     try:
@@ -36,7 +36,9 @@ def replace_file(path: Path) -> Iterator[Path]:
 
 
 def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Replaces a whole CSV file, since later rows may have additional columns. The columns are the keys of all rows."""
+    """Replaces a whole CSV file, since later rows may have additional columns. The columns are the
+    keys of all rows.
+    """
     try:
         with replace_file(path) as new, new.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)))
@@ -46,8 +48,12 @@ def write_table(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         raise write_error(path, error, resumes=False) from error
 
 
-def written_rows(rows: Iterable[Row], path: Path, record: Callable[[Row], Mapping[str, Any]]) -> Iterator[Row]:
-    """Yields ``rows`` as they are measured and writes all rows so far to ``path``, which KeyboardInterrupt names."""
+def written_rows(
+    rows: Iterable[Row], path: Path, record: Callable[[Row], Mapping[str, Any]]
+) -> Iterator[Row]:
+    """Yields ``rows`` as they are measured and writes all rows so far to ``path``, which
+    KeyboardInterrupt names.
+    """
     written: list[Mapping[str, Any]] = []
     try:
         for row in rows:
@@ -59,12 +65,17 @@ def written_rows(rows: Iterable[Row], path: Path, record: Callable[[Row], Mappin
 
 
 @contextmanager
-def replace_folder(folder: Path, *, keep: Callable[[Path], Path] | None = None, resumes: bool = True) -> Iterator[Path]:
-    """Yields a temporary sibling folder, which is synced to disk and replaces ``folder`` when the block ends.
+def replace_folder(
+    folder: Path, *, keep: Callable[[Path], Path] | None = None, resumes: bool = True
+) -> Iterator[Path]:
+    """Yields a temporary sibling folder, which is synced to disk and replaces ``folder`` when the
+    block ends.
 
-    After a kill or an error ``folder`` is the old folder or the complete new one; the next run removes leftovers next to it.
-    The caller holds the lock of ``folder`` (:func:`msattn.trainer.storage.lock.locked`). ``keep`` returns the path to which the
-    old folder is renamed; None deletes it. ``resumes`` means that ``resume=true`` continues the run, for the error message.
+    After a kill or an error ``folder`` is the old folder or the complete new one; the next run
+    removes leftovers next to it. The caller holds the lock of ``folder``
+    (:func:`msattn.trainer.storage.lock.locked`). ``keep`` returns the path to which the old folder
+    is renamed; None deletes it. ``resumes`` means that ``resume=true`` continues the run, for the
+    error message.
     """
     check_no_link(folder)
     new = _sibling(folder, "new")
@@ -82,7 +93,11 @@ def replace_folder(folder: Path, *, keep: Callable[[Path], Path] | None = None, 
         clean_up(folder, keep=keep)
     except BaseException as error:
         # Built before the removal, so that the message reports the free space that the write found.
-        failure = write_error(folder, error, resumes=resumes) if isinstance(error, OSError | SafetensorError) else None
+        failure = (
+            write_error(folder, error, resumes=resumes)
+            if isinstance(error, OSError | SafetensorError)
+            else None
+        )
         with suppress(OSError):  # the disk may fail again; the next run cleans up
             clean_up(folder, keep=keep)
         if failure is not None:
@@ -91,7 +106,9 @@ def replace_folder(folder: Path, *, keep: Callable[[Path], Path] | None = None, 
 
 
 def clean_up(folder: Path, *, keep: Callable[[Path], Path] | None = None) -> None:
-    """Removes leftovers of a killed process next to ``folder``: an unfinished folder, and the old one (see ``keep``)."""
+    """Removes leftovers of a killed process next to ``folder``: an unfinished folder, and the old
+    one (see ``keep``).
+    """
     check_no_link(folder)
     new, old = _sibling(folder, "new"), _sibling(folder, "old")
     _remove(new)
@@ -108,9 +125,14 @@ def clean_up(folder: Path, *, keep: Callable[[Path], Path] | None = None) -> Non
 
 
 def check_no_link(folder: Path) -> None:
-    """Raises UserError if ``folder`` is a symbolic link, since an exchange would replace the link and not its target."""
+    """Raises UserError if ``folder`` is a symbolic link, since an exchange would replace the link
+    and not its target.
+    """
     if os.path.islink(folder):
-        raise UserError(f"{folder}: a symbolic link, which is not overwritten; remove it, or link the folder above it")
+        raise UserError(
+            f"{folder}: a symbolic link, which is not overwritten; remove it, or link the folder "
+            f"above it"
+        )
 
 
 def _remove(path: Path) -> None:
@@ -122,7 +144,9 @@ def _remove(path: Path) -> None:
 
 
 def current_folder(folder: Path) -> Path:
-    """Returns ``folder``, or the old folder next to it during a replacement on a file system without atomic exchange."""
+    """Returns ``folder``, or the old folder next to it during a replacement on a file system
+    without atomic exchange.
+    """
     old = _sibling(folder, "old")
     return old if os.path.isdir(old) and not os.path.exists(folder) else folder
 
@@ -132,9 +156,11 @@ def _sibling(folder: Path, suffix: str) -> Path:
 
 
 def _exchange(new: Path, folder: Path, old: Path) -> None:
-    """Replaces ``folder`` by ``new`` and keeps it as ``old``; ``folder`` exists at every moment if possible.
+    """Replaces ``folder`` by ``new`` and keeps it as ``old``; ``folder`` exists at every moment if
+    possible.
 
-    ``new`` is complete, so it may be named ``old`` for a moment: after a kill both names hold complete folders.
+    ``new`` is complete, so it may be named ``old`` for a moment: after a kill both names hold
+    complete folders.
     """
     new.rename(old)
     if _rename_exchange(old, folder):
@@ -149,9 +175,14 @@ def _exchange(new: Path, folder: Path, old: Path) -> None:
 
 
 def _rename_exchange(a: Path, b: Path) -> bool:
-    """Exchanges two folders atomically (renameat2); returns False if the system does not support this."""
+    """Exchanges two folders atomically (renameat2); returns False if the system does not support
+    this.
+    """
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    return rename is not None and rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
+    return (
+        rename is not None
+        and rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
+    )
 
 
 def sync_tree(folder: Path) -> None:
@@ -162,7 +193,9 @@ def sync_tree(folder: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Waits until the content of a file is on the disk; some full disks report an error only then."""
+    """Waits until the content of a file is on the disk; some full disks report an error only
+    then.
+    """
     with path.open("rb") as file:
         os.fsync(file.fileno())
 

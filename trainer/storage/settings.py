@@ -8,16 +8,25 @@ from msattn.trainer.errors import UserError
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens ``{"train": {"lr": 0.1}}`` to ``{"train.lr": 0.1}``, the names that the command line uses."""
+    """Flattens ``{"train": {"lr": 0.1}}`` to ``{"train.lr": 0.1}``, the names that the command line
+    uses.
+    """
     found: dict[str, Any] = {}
     for key, value in settings.items():
-        found |= flat_settings(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        found |= (
+            flat_settings(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
     return found
 
 
 def check_settings(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises UserError, with the first key and both values, if the settings of ``what`` differ from those of ``now``."""
-    before, now = flat_settings(before), flat_settings(json.loads(json.dumps(now)))  # JSON turns tuples into lists
+    """Raises UserError, with the first key and both values, if the settings of ``what`` differ from
+    those of ``now``.
+    """
+    # JSON turns tuples into lists
+    before, now = flat_settings(before), flat_settings(json.loads(json.dumps(now)))
     for key in before | now:
         if before.get(key) != now.get(key):
             raise UserError(

@@ -1,4 +1,6 @@
-"""The callback of the training loop: loss sums, logging, evaluation, divergence checks and signal handling."""
+"""The callback of the training loop: loss sums, logging, evaluation, divergence checks and signal
+handling.
+"""
 
 import os
 import signal
@@ -15,7 +17,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -42,13 +50,17 @@ SLOW_PASSES = 5.0  # steps that take at least so many seconds show their passes
 
 @dataclass(eq=False, repr=False)
 class TrainingCallback(TrainerCallback):
-    """Sums losses on the device, logs, evaluates, stops diverging runs and marks complete checkpoints."""
+    """Sums losses on the device, logs, evaluates, stops diverging runs and marks complete
+    checkpoints.
+    """
 
     module: nn.Module
     train: TrainConfig
     tracker: Tracker
-    evaluate: Callable[[], dict[str, float]] | None  # logged every ``train.eval_every`` steps and at the end
-    settings: dict[str, Any]  # stored in each checkpoint, see :func:`~msattn.trainer.training.checkpoints.resume_settings`
+    # logged every ``train.eval_every`` steps and at the end
+    evaluate: Callable[[], dict[str, float]] | None
+    # stored in each checkpoint, see :func:`~msattn.trainer.training.checkpoints.resume_settings`
+    settings: dict[str, Any]
     previous: TrainingResult  # result of the run to resume
     stop_consensus: StopConsensus  # lets all ranks stop after the same step
     tokens: int | None  # tokens per item, if items have any
@@ -59,23 +71,32 @@ class TrainingCallback(TrainerCallback):
         self.console = Console()
         self._started = time.perf_counter()
         self._first_step: tuple[int, float] | None = None  # the step and the time at which it ended
-        self._passes: list[float] = []  # times at which this step's passes ended, after the step's beginning
+        # times at which this step's passes ended, after the step's beginning
+        self._passes: list[float] = []
         self._reset_sums()
 
     def _reset_sums(self) -> None:
         """Starts the sums of a new logging interval."""
         self._names: tuple[str, ...] = ()
-        self._sums = self._finite_batches = self._still_finite = torch.empty(0)  # [loss and parts], on the device
+        # [loss and parts], on the device
+        self._sums = self._finite_batches = self._still_finite = torch.empty(0)
         self._batches = self._tokens = 0
         self._steps = 0
         self._interval_started = time.perf_counter()
 
     def result(self, steps: int) -> TrainingResult:
         """Returns the result of the run after ``steps``."""
-        return TrainingResult(steps, self.previous.seconds + time.perf_counter() - self._started, self.losses, self.metrics)
+        return TrainingResult(
+            steps,
+            self.previous.seconds + time.perf_counter() - self._started,
+            self.losses,
+            self.metrics,
+        )
 
     def add_losses(self, outputs: dict[str, Any], inputs: dict[str, Any]) -> None:
-        """Adds the losses of one micro-batch to the sums, without a synchronization with the device."""
+        """Adds the losses of one micro-batch to the sums, without a synchronization with the
+        device.
+        """
         losses = {"loss": outputs["loss"], **outputs.get("parts", {})}
         values = torch.stack([value.detach().float() for value in losses.values()])
         if not self._batches:
@@ -89,23 +110,40 @@ class TrainingCallback(TrainerCallback):
         if "input_ids" in inputs:
             self._tokens += inputs["input_ids"].numel()
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._passes = [time.perf_counter()]
         if args.process_index == 0 and self.tokens is not None:
             size, steps = self.train.batch_size, state.max_steps - state.global_step
-            at_once = f", {args.per_device_train_batch_size} in a pass" if args.gradient_accumulation_steps > 1 else ""
+            at_once = (
+                f", {args.per_device_train_batch_size} in a pass"
+                if args.gradient_accumulation_steps > 1
+                else ""
+            )
             a_step = f"{size} x {self.tokens:,} = {size * self.tokens:,} tokens{at_once}"
-            print(f"a step reads {a_step}; {steps} steps {steps * size * self.tokens:,}", flush=True)
+            print(
+                f"a step reads {a_step}; {steps} steps {steps * size * self.tokens:,}", flush=True
+            )
         if args.process_index == 0:
             self._show_pass(args)
 
     def _show_pass(self, args: TrainingArguments) -> None:
-        """Shows the number of the current pass instead of figures until the first step has ended."""
+        """Shows the number of the current pass instead of figures until the first step has
+        ended.
+        """
         if args.gradient_accumulation_steps > 1:
-            self._progress.update(self._task, figures=f"pass {len(self._passes)} of {args.gradient_accumulation_steps}")
+            self._progress.update(
+                self._task,
+                figures=f"pass {len(self._passes)} of {args.gradient_accumulation_steps}",
+            )
 
-    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Shows the progress within a step of several passes, and the time per step as soon as two passes have been timed."""
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Shows the progress within a step of several passes, and the time per step as soon as two
+        passes have been timed.
+        """
         self._passes.append(time.perf_counter())
         passes, began = len(self._passes) - 1, self._passes[0]
         if args.process_index != 0 or self._passes[-1] - began < SLOW_PASSES:
@@ -115,10 +153,12 @@ class TrainingCallback(TrainerCallback):
         if self._first_step is None:
             self._show_pass(args)
         if self._first_step is None and passes == min(2, args.gradient_accumulation_steps - 1):
-            seconds = (self._passes[-1] - self._passes[-2]) * args.gradient_accumulation_steps  # the first pass compiles
+            # the first pass compiles
+            seconds = (self._passes[-1] - self._passes[-2]) * args.gradient_accumulation_steps
             steps = state.max_steps - state.global_step
             print(
-                f"a step takes about {duration(seconds)}, {steps} steps {duration(steps * seconds)}; "
+                f"a step takes about {duration(seconds)}, {steps} steps "
+                f"{duration(steps * seconds)}; "
                 "smaller train.batch_size, train.steps and data.seq_len take less",
                 flush=True,
             )
@@ -143,7 +183,9 @@ class TrainingCallback(TrainerCallback):
         if control.should_save:
             self._check_weights(step, args)
         every = self.train.eval_every
-        if self.evaluate is not None and (finished or (every and step % every == 0 and not stop_signal)):
+        if self.evaluate is not None and (
+            finished or (every and step % every == 0 and not stop_signal)
+        ):
             self._run_evaluation(step, args)
         return control
 
@@ -171,9 +213,12 @@ class TrainingCallback(TrainerCallback):
             self.tracker.log(figures, state.global_step)
             self._print(state.global_step, figures, self.metrics)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if args.world_size > 1:
-            torch.distributed.barrier()  # every rank has written its random state into the checkpoint
+            # every rank has written its random state into the checkpoint
+            torch.distributed.barrier()
         if args.process_index == 0:
             checkpoint = Path(cast(str, args.output_dir)) / f"checkpoint-{state.global_step}"
             with handle_write_errors(checkpoint):
@@ -184,33 +229,53 @@ class TrainingCallback(TrainerCallback):
         if not self._batches:
             return
         sums, finite_batches = self._sums.clone(), self._finite_batches.clone()
-        if args.world_size > 1:  # the mean over ranks; all ranks stop if one has a loss that is not finite
+        # the mean over ranks; all ranks stop if one has a loss that is not finite
+        if args.world_size > 1:
             torch.distributed.all_reduce(sums)
             torch.distributed.all_reduce(finite_batches, torch.distributed.ReduceOp.MIN)
         sums, finite_batches = torch.stack([sums / args.world_size, finite_batches]).tolist()
         first = min(finite_batches)
         if first < self._batches:
-            # A bad weight makes every part non-finite within a step, so only the earliest parts are named.
-            earliest = [name for name, count in zip(self._names, finite_batches, strict=True) if count == first]
+            # A bad weight makes every part non-finite within a step, so only the earliest parts are
+            # named.
+            earliest = [
+                name
+                for name, count in zip(self._names, finite_batches, strict=True)
+                if count == first
+            ]
             parts = [name for name in earliest if name != "loss"]
-            self._raise_diverged(step, args, f"the loss of {', '.join(parts)}" if parts else "the loss")
-        self.losses = {name: value / self._batches for name, value in zip(self._names, sums, strict=True)}
+            self._raise_diverged(
+                step, args, f"the loss of {', '.join(parts)}" if parts else "the loss"
+            )
+        self.losses = {
+            name: value / self._batches for name, value in zip(self._names, sums, strict=True)
+        }
 
     def _check_weights(self, step: int, args: TrainingArguments) -> None:
-        trained = [(name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad]
-        # A rank sees its shard of sharded weights; clipping by the global gradient norm made every shard non-finite alike.
-        shards = [weight.to_local() if isinstance(weight, DTensor) else weight for _, weight in trained]
+        trained = [
+            (name, weight)
+            for name, weight in self.module.named_parameters()
+            if weight.requires_grad
+        ]
+        # A rank sees its shard of sharded weights; clipping by the global gradient norm made every
+        # shard non-finite alike.
+        shards = [
+            weight.to_local() if isinstance(weight, DTensor) else weight for _, weight in trained
+        ]
         finite = torch.stack([shard.detach().isfinite().all() for shard in shards]).tolist()
         if not all(finite):
             self._raise_diverged(step, args, f"the weight {trained[finite.index(False)][0]}")
 
     def _raise_diverged(self, step: int, args: TrainingArguments, what: str) -> None:
         raise TrainingDiverged(
-            f"{what} is not finite, seen at step {step}; {describe_last_checkpoint(Path(cast(str, args.output_dir)))}"
+            f"{what} is not finite, seen at step {step}; "
+            f"{describe_last_checkpoint(Path(cast(str, args.output_dir)))}"
         )
 
     def _seconds_left(self, state: TrainerState) -> float:
-        """Returns the remaining time, with evaluations and checkpoints, at the rate since the first step (which compiles)."""
+        """Returns the remaining time, with evaluations and checkpoints, at the rate since the first
+        step (which compiles).
+        """
         first, ended = self._first_step or (0, self._started)
         if state.global_step == first:
             first, ended = self.previous.steps, self._started
@@ -220,7 +285,8 @@ class TrainingCallback(TrainerCallback):
     def _run_evaluation(self, step: int, args: TrainingArguments) -> None:
         self.module.eval()
         started = time.perf_counter()
-        # A stopping run skips its evaluation, so evaluations must not advance the random state of training.
+        # A stopping run skips its evaluation, so evaluations must not advance the random state of
+        # training.
         with torch.random.fork_rng([args.device] if args.device.type == "cuda" else []):
             self.metrics = cast(Callable[[], dict[str, float]], self.evaluate)()
         self._interval_started += time.perf_counter() - started
@@ -228,7 +294,9 @@ class TrainingCallback(TrainerCallback):
             self.tracker.log(self.metrics, step)
             self._print(step, self.metrics)
 
-    def _print(self, step: int, figures: dict[str, float], evaluated: Mapping[str, float] | None = None) -> None:
+    def _print(
+        self, step: int, figures: dict[str, float], evaluated: Mapping[str, float] | None = None
+    ) -> None:
         """Prints figures, except those of single layers, which only the tracker records.
 
         The progress bar's line has as many of them as fit, then the figures last ``evaluated``.
@@ -249,7 +317,9 @@ class TrainingCallback(TrainerCallback):
 
     @contextmanager
     def progress_bar(self, *, enabled: bool) -> Iterator[None]:
-        """Shows the progress if ``enabled``: a bar on a terminal; elsewhere figures, and lines during long steps."""
+        """Shows the progress if ``enabled``: a bar on a terminal; elsewhere figures, and lines
+        during long steps.
+        """
         columns = (
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -260,15 +330,21 @@ class TrainingCallback(TrainerCallback):
             TextColumn("left"),
             TextColumn("{task.fields[figures]}"),
         )
-        with Progress(*columns, console=self.console, transient=False, enabled=enabled) as self._progress:
-            self._task = self._progress.add_task("step", total=self.train.steps, completed=self.previous.steps, figures="")
+        with Progress(
+            *columns, console=self.console, transient=False, enabled=enabled
+        ) as self._progress:
+            self._task = self._progress.add_task(
+                "step", total=self.train.steps, completed=self.previous.steps, figures=""
+            )
             yield
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
-        """Finishes and saves the current step after the first Ctrl-C or SIGTERM. A second one stops at once.
+        """Finishes and saves the current step after the first Ctrl-C or SIGTERM. A second one stops
+        at once.
 
-        All ranks stop after the same step. Outside the main thread, where Python allows no handlers, signals are unchanged.
+        All ranks stop after the same step. Outside the main thread, where Python allows no
+        handlers, signals are unchanged.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -282,7 +358,11 @@ class TrainingCallback(TrainerCallback):
             if self.stop_consensus.single_rank:  # torchrun prints a message of its own
                 name = signal.Signals(number).name
                 with suppress(OSError):  # stderr is closed or full
-                    os.write(2, f"{name}: finishing and saving this step; a second one stops at once\n".encode())
+                    os.write(
+                        2,
+                        f"{name}: finishing and saving this step; a second one stops at "
+                        f"once\n".encode(),
+                    )
 
         for number in STOP_SIGNALS:
             signal.signal(number, finish_step)

@@ -1,4 +1,6 @@
-"""Checkpoint bookkeeping: completion markers, resuming, removal of old checkpoints, and write errors."""
+"""Checkpoint bookkeeping: completion markers, resuming, removal of old checkpoints, and write
+errors.
+"""
 
 import hashlib
 import json
@@ -43,7 +45,8 @@ class TrainingResult:
 
     steps: int  # optimizer steps
     seconds: float  # wall-clock time
-    losses: dict[str, float]  # means over the last logging interval: ``loss`` and one entry per part
+    # means over the last logging interval: ``loss`` and one entry per part
+    losses: dict[str, float]
     metrics: dict[str, float]  # result of the last evaluation
 
 
@@ -58,14 +61,20 @@ class Marker:
 
 
 def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """Returns the complete checkpoint with the most steps in the folder ``checkpoints``, or None."""
+    """Returns the complete checkpoint with the most steps in the folder ``checkpoints``, or
+    None.
+    """
     return next(reversed(_complete_checkpoints(checkpoints)), None)
 
 
 def describe_last_checkpoint(checkpoints: Path) -> str:
     """Returns a clause for error messages that names the last complete checkpoint."""
     last = newest_checkpoint(checkpoints)
-    return f"the last complete checkpoint is {last}" if last is not None else "there is no complete checkpoint yet"
+    return (
+        f"the last complete checkpoint is {last}"
+        if last is not None
+        else "there is no complete checkpoint yet"
+    )
 
 
 def _complete_checkpoints(checkpoints: Path) -> list[Path]:
@@ -73,8 +82,14 @@ def _complete_checkpoints(checkpoints: Path) -> list[Path]:
 
 
 def _all_checkpoints(checkpoints: Path) -> list[Path]:
-    """Returns the checkpoints, complete or not, keyed by step; files and folders with other names are not ours."""
-    found = [path for path in checkpoints.glob("checkpoint-*") if _steps(path) is not None and os.path.isdir(path)]
+    """Returns the checkpoints, complete or not, keyed by step; files and folders with other names
+    are not ours.
+    """
+    found = [
+        path
+        for path in checkpoints.glob("checkpoint-*")
+        if _steps(path) is not None and os.path.isdir(path)
+    ]
     return sorted(found, key=lambda path: _steps(path) or 0)
 
 
@@ -94,9 +109,15 @@ def _remove(checkpoint: Path) -> None:
 
 
 def resume_settings(
-    train: TrainConfig, seed: int, optimizer: str, world_size: int, extra: Mapping[str, Any] | None = None
+    train: TrainConfig,
+    seed: int,
+    optimizer: str,
+    world_size: int,
+    extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns the settings that a resumed run must share with the interrupted one; ``extra`` are the job's own settings."""
+    """Returns the settings that a resumed run must share with the interrupted one; ``extra`` are
+    the job's own settings.
+    """
     fixed = {key: value for key, value in asdict(train).items() if key not in _CHANGEABLE}
     return {
         **flat_settings({"train": fixed}),
@@ -107,22 +128,35 @@ def resume_settings(
     }
 
 
-def prepare_resume(checkpoints: Path, settings: dict[str, Any], *, resume: bool, writes: bool) -> Path | None:
-    """Returns the newest intact checkpoint, or None, and removes newer and incomplete ones; without ``resume``, all of them.
+def prepare_resume(
+    checkpoints: Path, settings: dict[str, Any], *, resume: bool, writes: bool
+) -> Path | None:
+    """Returns the newest intact checkpoint, or None, and removes newer and incomplete ones; without
+    ``resume``, all of them.
 
-    ``settings`` must equal those of the run that wrote the checkpoint. One process ``writes``; the others receive its choice.
+    ``settings`` must equal those of the run that wrote the checkpoint. One process ``writes``; the
+    others receive its choice.
     """
     choice: list[Any] = [None]
     if writes:
         try:
             choice = [_intact_checkpoint(checkpoints, settings) if resume else None]
             for path in _all_checkpoints(checkpoints):
-                if choice[0] is None or not os.path.isfile(path / MARKER) or (_steps(path) or 0) > (_steps(choice[0]) or 0):
+                if (
+                    choice[0] is None
+                    or not os.path.isfile(path / MARKER)
+                    or (_steps(path) or 0) > (_steps(choice[0]) or 0)
+                ):
                     _remove(path)
         except UserError as error:
             choice = [error]
         except OSError as error:
-            choice = [UserError(f"{error.filename or checkpoints}: an earlier checkpoint cannot be removed ({error.strerror})")]
+            choice = [
+                UserError(
+                    f"{error.filename or checkpoints}: an earlier checkpoint cannot be removed "
+                    f"({error.strerror})"
+                )
+            ]
     broadcast_object_list(choice)
     if isinstance(choice[0], UserError):
         raise choice[0]
@@ -144,30 +178,48 @@ def _intact_checkpoint(checkpoints: Path, settings: dict[str, Any]) -> Path | No
             damage.append(first_line(error))
             continue
         # The checkpoint holds the number that was chosen automatically.
-        chosen = {MICRO_BATCH: marker.settings.get(MICRO_BATCH)} if settings.get(MICRO_BATCH) == AUTO else {}
+        chosen = (
+            {MICRO_BATCH: marker.settings.get(MICRO_BATCH)}
+            if settings.get(MICRO_BATCH) == AUTO
+            else {}
+        )
         check_settings(f"the run in {checkpoints}", marker.settings, settings | chosen)
         for line in damage:
             print_once(f"warning: {line}; the run continues from {checkpoint.name}")
         return checkpoint
     if damage:
-        raise UserError(f"resume=true: no checkpoint is intact ({'; '.join(damage)}); resume=false starts again")
+        raise UserError(
+            f"resume=true: no checkpoint is intact ({'; '.join(damage)}); resume=false starts again"
+        )
     return None
 
 
 @contextmanager
 def handle_write_errors(checkpoint: Path) -> Iterator[None]:
-    """Turns a failed write of ``checkpoint`` into a one-line error and removes the checkpoint, unless it is complete."""
+    """Turns a failed write of ``checkpoint`` into a one-line error and removes the checkpoint,
+    unless it is complete.
+    """
     try:
         yield
     except (OSError, SafetensorError, RuntimeError, CheckpointException) as error:
-        # A collective save fails on every rank; the exception holds the errors of the ranks that could not write.
-        cause: Any = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        # PyTorch's writer raises a RuntimeError without a reason; others, as for a lost connection, are not ours.
-        if isinstance(cause, RuntimeError) and not any(word in str(cause) for word in ("iostream", "inline_container")):
+        # A collective save fails on every rank; the exception holds the errors of the ranks that
+        # could not write.
+        cause: Any = (
+            next(iter(error.failures.values()))[0]
+            if isinstance(error, CheckpointException)
+            else error
+        )
+        # PyTorch's writer raises a RuntimeError without a reason; others, as for a lost connection,
+        # are not ours.
+        if isinstance(cause, RuntimeError) and not any(
+            word in str(cause) for word in ("iostream", "inline_container")
+        ):
             raise
         if not os.path.isfile(checkpoint / MARKER):
             shutil.rmtree(checkpoint, ignore_errors=True)
-        raise write_error(checkpoint, cause, kept=describe_last_checkpoint(checkpoint.parent)) from error
+        raise write_error(
+            checkpoint, cause, kept=describe_last_checkpoint(checkpoint.parent)
+        ) from error
 
 
 def mark_complete(checkpoint: Path, settings: dict[str, Any], result: TrainingResult) -> None:
@@ -175,21 +227,29 @@ def mark_complete(checkpoint: Path, settings: dict[str, Any], result: TrainingRe
     sync_tree(checkpoint)
     content = {"settings": settings, "result": asdict(result), "files": folder_hashes(checkpoint)}
     with replace_file(checkpoint / MARKER) as new:
-        new.write_text(json.dumps(content | {"checksum": _checksum(json.loads(json.dumps(content)))}))
+        new.write_text(
+            json.dumps(content | {"checksum": _checksum(json.loads(json.dumps(content)))})
+        )
     sync_folder(checkpoint.parent)
 
 
 def remove_older(checkpoints: Path) -> None:
-    """Removes all but the newest :data:`MAX_CHECKPOINTS` complete checkpoints; warns of one that cannot be removed."""
+    """Removes all but the newest :data:`MAX_CHECKPOINTS` complete checkpoints; warns of one that
+    cannot be removed.
+    """
     for older in _complete_checkpoints(checkpoints)[:-MAX_CHECKPOINTS]:
         try:
             _remove(older)
         except OSError as error:
-            print_once(f"warning: {older} cannot be removed ({error.strerror or first_line(error)})")
+            print_once(
+                f"warning: {older} cannot be removed ({error.strerror or first_line(error)})"
+            )
 
 
 def read_marker(checkpoint: Path) -> Marker:
-    """Returns the marker of a complete checkpoint; refuses a damaged one, and one of an older version without hashes."""
+    """Returns the marker of a complete checkpoint; refuses a damaged one, and one of an older
+    version without hashes.
+    """
     content = read_json(checkpoint / MARKER, f"{checkpoint}: {MARKER}", MAX_MARKER_BYTES)
     marker = checked(content, Marker, f"{checkpoint}: {MARKER}")
     if content.pop("checksum") != _checksum(content):

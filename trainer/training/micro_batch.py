@@ -30,11 +30,13 @@ def resolve(
     *,
     sharded: bool,
 ) -> TrainConfig:
-    """Returns ``train`` with a number in place of ``auto``, the same on all ranks. Every rank must call it.
+    """Returns ``train`` with a number in place of ``auto``, the same on all ranks. Every rank must
+    call it.
 
-    The number divides a rank's items, and a pass has at most :data:`TOKENS` ``input_ids``. On a GPU a forward and backward
-    pass is tried; if memory is too small, the next smaller number is tried. Items without ``input_ids`` are batches of
-    queries and run one by one, as do the items of ``sharded`` modules, which do not fit whole.
+    The number divides a rank's items, and a pass has at most :data:`TOKENS` ``input_ids``. On a GPU
+    a forward and backward pass is tried; if memory is too small, the next smaller number is tried.
+    Items without ``input_ids`` are batches of queries and run one by one, as do the items of
+    ``sharded`` modules, which do not fit whole.
     """
     if train.micro_batch_size != AUTO:
         return train
@@ -45,7 +47,14 @@ def resolve(
     if not sizes:
         return replace(train, micro_batch_size=1)
     on_gpu = device.type == "cuda"
-    size = next((size for size in sizes if not on_gpu or _fits(module, dataset, collate, device, size, ranks)), 1)
+    size = next(
+        (
+            size
+            for size in sizes
+            if not on_gpu or _fits(module, dataset, collate, device, size, ranks)
+        ),
+        1,
+    )
     return replace(train, micro_batch_size=min(gather_object([size])))
 
 
@@ -64,12 +73,17 @@ def _fits(
     size: int,
     ranks: int,
 ) -> bool:
-    """Returns True if the passes of ``size`` items fit into memory next to the optimizer's state; leaves no gradient behind."""
+    """Returns True if the passes of ``size`` items fit into memory next to the optimizer's state;
+    leaves no gradient behind.
+    """
     total: Any = len(dataset)  # pyrefly: ignore[bad-argument-type]
     items = collate([dataset[index % total] for index in range(size)])
     batch = {name: value.to(device) for name, value in items.items()}
     weights = sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
-    later = weights * (STATE_BYTES + DDP_BYTES * (ranks > 1)) + MARGIN * torch.cuda.get_device_properties(device).total_memory
+    later = (
+        weights * (STATE_BYTES + DDP_BYTES * (ranks > 1))
+        + MARGIN * torch.cuda.get_device_properties(device).total_memory
+    )
     module.train()
     try:
         with torch.random.fork_rng([device]):

@@ -1,4 +1,6 @@
-"""Pictures of block maps, for the tracker and the report: true block map, scores, and the blocks read, side by side."""
+"""Pictures of block maps, for the tracker and the report: true block map, scores, and the blocks
+read, side by side.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,8 +17,12 @@ DPI = 120
 INVISIBLE = "#E3E3E3"
 
 
-def draw_maps(maps: "Mapping[tuple[int, int], Sequence[Tensor]]", titles: Sequence[str]) -> "Figure":
-    """Returns a figure with a row of pictures for each layer and head, under the column ``titles``."""
+def draw_maps(
+    maps: "Mapping[tuple[int, int], Sequence[Tensor]]", titles: Sequence[str]
+) -> "Figure":
+    """Returns a figure with a row of pictures for each layer and head, under the column
+    ``titles``.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
@@ -29,7 +35,9 @@ def draw_maps(maps: "Mapping[tuple[int, int], Sequence[Tensor]]", titles: Sequen
         for each, blocks in zip(axes, pictures, strict=True):
             each.set(facecolor=INVISIBLE, xticks=[], yticks=[])
             square = blocks.shape[1] / blocks.shape[0]  # also of blocks of fewer keys than queries
-            image = each.imshow(blocks.clamp(min=SMALLEST_SHARE), cmap="viridis", aspect=square, **shown)
+            image = each.imshow(
+                blocks.clamp(min=SMALLEST_SHARE), cmap="viridis", aspect=square, **shown
+            )
         axes[0].set_ylabel(f"layer {layer}, head {head}", fontsize=9)
     for each, title in zip(grid[0], titles, strict=True):
         each.set_title(title, fontsize=9)
@@ -38,7 +46,9 @@ def draw_maps(maps: "Mapping[tuple[int, int], Sequence[Tensor]]", titles: Sequen
     return figure
 
 
-def save_maps(path: Path, maps: "Mapping[tuple[int, int], Sequence[Tensor]]", titles: Sequence[str]) -> None:
+def save_maps(
+    path: Path, maps: "Mapping[tuple[int, int], Sequence[Tensor]]", titles: Sequence[str]
+) -> None:
     """Writes :func:`draw_maps` as a PNG file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with replace_file(path) as temporary:

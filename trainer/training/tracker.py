@@ -1,4 +1,6 @@
-"""Logging of a run's metrics to ``metrics.jsonl`` in the work folder and, optionally, to Weights & Biases."""
+"""Logging of a run's metrics to ``metrics.jsonl`` in the work folder and, optionally, to Weights &
+Biases.
+"""
 
 import hashlib
 import json
@@ -22,11 +24,12 @@ from msattn.trainer.training.wandb_run import WandbRun
 class Tracker:
     """Writes the metrics of one run; use as ``with Tracker.of_job(...) as tracker``.
 
-    Opens ``folder/metrics.jsonl`` and, unless ``cfg.kind="none"``, a wandb run (offline without an API key); only rank 0
-    writes. With ``resume``, it appends to the file, see :meth:`cut`, and to the previous wandb run in this folder, if there is
-    one. On a full disk whole lines are dropped with one message, and the run continues. ``step`` is the optimizer step, updated
-    by the training loop; ``offset``, the steps of earlier stages of the run, is added to every logged step. Raises UserError if
-    wandb is not installed, or its server cannot be reached.
+    Opens ``folder/metrics.jsonl`` and, unless ``cfg.kind="none"``, a wandb run (offline without an
+    API key); only rank 0 writes. With ``resume``, it appends to the file, see :meth:`cut`, and to
+    the previous wandb run in this folder, if there is one. On a full disk whole lines are dropped
+    with one message, and the run continues. ``step`` is the optimizer step, updated by the training
+    loop; ``offset``, the steps of earlier stages of the run, is added to every logged step. Raises
+    UserError if wandb is not installed, or its server cannot be reached.
     """
 
     def __init__(
@@ -51,14 +54,25 @@ class Tracker:
         self._started, self._warned = time.time(), False
 
     @classmethod
-    def of_job(cls, cfg: JobConfig, job: str, *, folder: Path, run_name: str, after_work: bool = False) -> "Tracker":
+    def of_job(
+        cls, cfg: JobConfig, job: str, *, folder: Path, run_name: str, after_work: bool = False
+    ) -> "Tracker":
         """Returns the tracker that ``cfg`` configures for the command ``job``.
 
-        ``after_work``: the results are already written. If wandb fails to start, a warning says so and the file is kept.
+        ``after_work``: the results are already written. If wandb fails to start, a warning says so
+        and the file is kept.
         """
         config, resume = asdict(cfg), not after_work and getattr(cfg, "resume", False)
         try:
-            return cls(cfg.tracker, folder=folder, run_name=run_name, config=config, job=job, tags=cfg.tags, resume=resume)
+            return cls(
+                cfg.tracker,
+                folder=folder,
+                run_name=run_name,
+                config=config,
+                job=job,
+                tags=cfg.tags,
+                resume=resume,
+            )
         except UserError as error:
             if not after_work:
                 raise
@@ -66,7 +80,9 @@ class Tracker:
             return cls(TrackerConfig("none"), folder=folder, run_name=run_name, config={})
 
     def cut(self, steps: int) -> None:
-        """Removes what an earlier run in this folder logged after optimizer step ``steps``, from which this run continues."""
+        """Removes what an earlier run in this folder logged after optimizer step ``steps``, from
+        which this run continues.
+        """
         if self._file is None:
             return
         kept = 0
@@ -105,13 +121,19 @@ class Tracker:
             self._run.summary(figures)
 
     def log_artifact(self, folder: Path) -> None:
-        """Records the ``folder`` of an artifact or model that the run wrote, with its kind and content hash."""
+        """Records the ``folder`` of an artifact or model that the run wrote, with its kind and
+        content hash.
+        """
         if self._file is None:
             return
         manifest = folder / "manifest.json"
         content = json.loads(manifest.read_text("utf-8")) if manifest.exists() else None
         content_hash = content["content_hash"] if content else _weights_hash(folder)
-        record = {"kind": folder.name, "folder": str(folder.absolute()), "content_hash": content_hash}
+        record = {
+            "kind": folder.name,
+            "folder": str(folder.absolute()),
+            "content_hash": content_hash,
+        }
         self._write({"artifact": record})
         if self._run is not None:
             self._run.log_artifact(folder, record, content)
@@ -119,7 +141,11 @@ class Tracker:
     def use_artifact(self, artifact: Artifact) -> None:
         """Records an artifact that the run read, with its kind and content hash."""
         content_hash = artifact.manifest["content_hash"]
-        record = {"kind": artifact.kind, "folder": str(artifact.path.absolute()), "content_hash": content_hash}
+        record = {
+            "kind": artifact.kind,
+            "folder": str(artifact.path.absolute()),
+            "content_hash": content_hash,
+        }
         self._write({"read": record})
         if self._run is not None:
             self._run.use_artifact(record, artifact.config)
@@ -152,12 +178,19 @@ class Tracker:
     def __enter__(self) -> "Tracker":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 def _is_until(line: bytes, step: int) -> bool:
-    """Returns True if a line, which may be damaged, was logged at or before ``step``; a run's results follow its steps."""
+    """Returns True if a line, which may be damaged, was logged at or before ``step``; a run's
+    results follow its steps.
+    """
     try:
         return json.loads(line)["step"] <= step
     except (ValueError, KeyError, TypeError):

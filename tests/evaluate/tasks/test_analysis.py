@@ -1,4 +1,6 @@
-"""The measurements of ``eval=analysis`` against direct computation in fp64, and the task through the command."""
+"""The measurements of ``eval=analysis`` against direct computation in fp64, and the task through
+the command.
+"""
 
 import json
 import math
@@ -17,8 +19,20 @@ from msattn.trainer.config import AnalysisConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.compared import Compared, ComparedRouting
 from msattn.trainer.evaluate.row import WINDOW
-from msattn.trainer.evaluate.tasks.analysis import bucket_sizes, partitions, planes, selectivity, task, top_mass
-from msattn.trainer.evaluate.tasks.analysis.queries import SHARES, Window, query_batches, query_positions
+from msattn.trainer.evaluate.tasks.analysis import (
+    bucket_sizes,
+    partitions,
+    planes,
+    selectivity,
+    task,
+    top_mass,
+)
+from msattn.trainer.evaluate.tasks.analysis.queries import (
+    SHARES,
+    Window,
+    query_batches,
+    query_positions,
+)
 from msattn.trainer.evaluate.tasks.reads import keys_read
 from msattn.trainer.evaluate.tasks.recall import MethodRecall
 from msattn.trainer.methods.base import Method
@@ -38,14 +52,22 @@ def layer_inputs(seed: int = 0, layer: int = 0) -> LayerInputs:
     def draw(heads: int) -> Tensor:
         return torch.randn(1, heads, LENGTH, SIZE, generator=generator)
 
-    q, k, v, q_nope, k_nope = draw(HEADS * GROUP), draw(HEADS), draw(HEADS), draw(HEADS * GROUP), draw(HEADS)
+    q, k, v, q_nope, k_nope = (
+        draw(HEADS * GROUP),
+        draw(HEADS),
+        draw(HEADS),
+        draw(HEADS * GROUP),
+        draw(HEADS),
+    )
     flat = torch.ones(1, LENGTH, SIZE)
     return LayerInputs(layer, 2 * q, k, v, q_nope, k_nope, flat, flat, SIZE**-0.5, None, None)
 
 
 def dense_weights(x: LayerInputs, head: int, position: int) -> Tensor:
     """Attention probabilities of one query, fp64 ``[position + 1]``."""
-    scores = x.k[0, head // GROUP, : position + 1].double() @ x.q[0, head, position].double() * x.scale
+    scores = (
+        x.k[0, head // GROUP, : position + 1].double() @ x.q[0, head, position].double() * x.scale
+    )
     return scores.softmax(0)
 
 
@@ -59,7 +81,10 @@ def share_counted(share: float, total: int) -> int:
 
 def test_principal_plane_against_covariance() -> None:
     generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(40, SIZE, generator=generator, dtype=torch.float64) * torch.arange(1, SIZE + 1) + 3
+    keys = (
+        torch.randn(40, SIZE, generator=generator, dtype=torch.float64) * torch.arange(1, SIZE + 1)
+        + 3
+    )
     queries = torch.randn(30, SIZE, generator=generator, dtype=torch.float64) - 2
     mean, axes, explained = planes.principal_plane(keys, queries)
     values, vectors = np.linalg.eigh(np.cov(torch.cat([keys, queries]).numpy().T))
@@ -74,7 +99,10 @@ def test_deviation_and_imbalance_by_hand() -> None:
     assert counts.tolist() == [[3, 1, 0, 0], [0, 0, 4, 0]]
     assert bucket_sizes.imbalance(counts).tolist() == pytest.approx([4 * (9 + 1) / 16, 4])
     uniform = torch.full((2, 4), 5.0, dtype=torch.float64)
-    by_hand = [math.sqrt(((0.75 - 0.25) ** 2 + 0 + 2 * 0.25**2) / 4) * 4, math.sqrt((0.75**2 + 3 * 0.25**2) / 4) * 4]
+    by_hand = [
+        math.sqrt(((0.75 - 0.25) ** 2 + 0 + 2 * 0.25**2) / 4) * 4,
+        math.sqrt((0.75**2 + 3 * 0.25**2) / 4) * 4,
+    ]
     assert bucket_sizes.deviation(counts, uniform).tolist() == pytest.approx(by_hand)
     assert bucket_sizes.deviation(3 * counts, counts).tolist() == pytest.approx([0, 0])
 
@@ -87,15 +115,22 @@ def test_deviation_finds_drift_with_the_position() -> None:
         if name == "drifting":
             heldout = (heldout // 4 + torch.arange(400) * BUCKETS // 400) % BUCKETS
         training = torch.randint(BUCKETS, (HEADS, 1000), generator=generator)
-        sizes = bucket_sizes.SampledBuckets(Method(name), BUCKETS, 0, {0: training}, {0: list(heldout)})
+        sizes = bucket_sizes.SampledBuckets(
+            Method(name), BUCKETS, 0, {0: training}, {0: list(heldout)}
+        )
         rows |= {(str(row.method), str(row.setting)): row for row in sizes.rows(LENGTH)}
     assert len(rows) == 8
-    steady = [rows["buckets of steady", way].score for way in ("training text", "one prompt", "one range of positions")]
+    steady = [
+        rows["buckets of steady", way].score
+        for way in ("training text", "one prompt", "one range of positions")
+    ]
     assert max(steady) < 0.35
     assert rows["buckets of drifting", "one prompt"].score < 0.4
     drift = rows["buckets of drifting", "one range of positions"]
     assert drift.score > 1
-    assert drift.extra["imbalance"] > 2 > rows["buckets of drifting", "one prompt"].extra["imbalance"]
+    assert (
+        drift.extra["imbalance"] > 2 > rows["buckets of drifting", "one prompt"].extra["imbalance"]
+    )
     assert (len(drift.extra["deviations"]), drift.samples) == (8, 4)
     assert drift.extra["sorted_sizes"] == sorted(drift.extra["sorted_sizes"], reverse=True)
     assert sum(drift.extra["sorted_sizes"]) == pytest.approx(BUCKETS, abs=1e-3)
@@ -112,17 +147,26 @@ def test_mass_in_top_keys_against_sorting() -> None:
         expected = torch.zeros(GROUP, len(SHARES), dtype=torch.float64)
         for head in range(GROUP):
             for position in positions.tolist():
-                mass = dense_weights(x, GROUP + head, position)[list(chosen(position))].sort(descending=True).values
+                mass = (
+                    dense_weights(x, GROUP + head, position)[list(chosen(position))]
+                    .sort(descending=True)
+                    .values
+                )
                 for s, share in enumerate(SHARES):
-                    expected[head, s] += mass[: share_counted(share, len(mass))].sum() / mass.sum() / len(positions)
-        torch.testing.assert_close(torch.tensor(row.extra["by_head"][0], dtype=torch.float64), expected, rtol=1e-5, atol=0)
+                    expected[head, s] += (
+                        mass[: share_counted(share, len(mass))].sum() / mass.sum() / len(positions)
+                    )
+        torch.testing.assert_close(
+            torch.tensor(row.extra["by_head"][0], dtype=torch.float64), expected, rtol=1e-5, atol=0
+        )
         assert row.score == pytest.approx(float(expected[:, 0].mean()), rel=1e-5)
         assert row.extra["top 50%"] == pytest.approx(float(expected[:, -1].mean()), rel=1e-5)
 
 
 def test_mass_in_top_blocks_against_sorting(monkeypatch: pytest.MonkeyPatch) -> None:
     x, size = layer_inputs(), 8
-    monkeypatch.setattr(top_mass, "BATCH_SCORES", 3 * GROUP * LENGTH)  # several batches of rows in a block
+    # several batches of rows in a block
+    monkeypatch.setattr(top_mass, "BATCH_SCORES", 3 * GROUP * LENGTH)
     found = top_mass.top_blocks(x, 0, size)
     assert found is not None
     assert found.shape == (GROUP, top_mass.QUERY_BLOCKS, len(SHARES))
@@ -133,12 +177,17 @@ def test_mass_in_top_blocks_against_sorting(monkeypatch: pytest.MonkeyPatch) -> 
                 weights = dense_weights(x, head, position)
                 mass.index_add_(0, torch.arange(position + 1) // size, weights)
             mass = mass.sort(descending=True).values
-            expected = [float(mass[: share_counted(share, block + 1)].sum() / mass.sum()) for share in SHARES]
+            expected = [
+                float(mass[: share_counted(share, block + 1)].sum() / mass.sum())
+                for share in SHARES
+            ]
             assert found[head, number].tolist() == pytest.approx(expected, rel=1e-5)
     assert top_mass.top_blocks(x, 0, LENGTH + 1) is None
 
 
-def direct(x: LayerInputs, head: int, position: int, read: set[int]) -> tuple[Tensor, Tensor, float]:
+def direct(
+    x: LayerInputs, head: int, position: int, read: set[int]
+) -> tuple[Tensor, Tensor, float]:
     """Sparse output, dense output and mass read of one query in fp64."""
     weights, v = dense_weights(x, head, position), x.v[0, head // GROUP, : position + 1].double()
     rows = sorted(read)
@@ -165,7 +214,9 @@ def test_exact_top_keys_against_direct_attention() -> None:
 
 
 def router(rope: bool, layers: list[int] | None = None) -> KMeans:
-    return random_partition(BUCKETS, layers=layers or [0], heads=HEADS, size=SIZE, rope=rope, seed=1)
+    return random_partition(
+        BUCKETS, layers=layers or [0], heads=HEADS, size=SIZE, rope=rope, seed=1
+    )
 
 
 @pytest.mark.parametrize("rope", [False, True])
@@ -176,16 +227,32 @@ def test_routing_against_the_keys_that_serving_reads(rope: bool) -> None:
     for head in range(HEADS):
         for queries in query_batches(x, head, positions, WINDOW_KEYS):
             reads.add(head, queries)
-    found = {(name, setting): MethodRecall(True, {0: [recall]}) for name, setting, recall in reads.recalls()}
-    rows = {(str(row.method), str(row.setting)): row for row in selectivity.error_rows(found, LENGTH)}
-    assert {setting for name, setting in rows if name == "k-means"} == {"1 probe", "2 probes", "4 probes"}
+    found = {
+        (name, setting): MethodRecall(True, {0: [recall]})
+        for name, setting, recall in reads.recalls()
+    }
+    rows = {
+        (str(row.method), str(row.setting)): row for row in selectivity.error_rows(found, LENGTH)
+    }
+    assert {setting for name, setting in rows if name == "k-means"} == {
+        "1 probe",
+        "2 probes",
+        "4 probes",
+    }
     q, q_nope = (each[0, :, positions].transpose(0, 1)[:, :, None] for each in (x.q, x.q_nope))
     assert isinstance(method.router, KMeans)
     buckets = method.router.assign(0, x.k_nope, x.k)
     for probes, setting in ((0, None), (1, "1 probe"), (4, "4 probes")):
         row = rows["k-means", setting] if setting else rows[str(WINDOW), "0 probes"]
-        visited = keys_read(buckets, positions, method.router.best(method.router.scores(0, q_nope, q), probes), method)
-        assert row.selectivity == pytest.approx(float((visited.sum(-1) / (positions[:, None] + 1)).mean()), rel=1e-5)
+        visited = keys_read(
+            buckets,
+            positions,
+            method.router.best(method.router.scores(0, q_nope, q), probes),
+            method,
+        )
+        assert row.selectivity == pytest.approx(
+            float((visited.sum(-1) / (positions[:, None] + 1)).mean()), rel=1e-5
+        )
         for head in range(HEADS * GROUP):
             difference = size = mass = 0.0
             for n, position in enumerate(positions.tolist()):
@@ -195,7 +262,9 @@ def test_routing_against_the_keys_that_serving_reads(rope: bool) -> None:
                 size += float(dense.square().sum())
                 mass += share / len(positions)
             assert row.extra["heads"][0][head] == pytest.approx(mass, rel=1e-4)
-            assert row.extra["output_error_heads"][0][head] == pytest.approx(difference / size, rel=1e-3)
+            assert row.extra["output_error_heads"][0][head] == pytest.approx(
+                difference / size, rel=1e-3
+            )
         assert row.extra["missed_mass"] == pytest.approx(1 - row.score)
 
 
@@ -207,7 +276,14 @@ def test_layers_that_a_router_does_not_hold_are_left_out() -> None:
     assert task.training_sizes([method], partitions.TrainingKeys({}, {}, 0), [1], [0], seed=0) == []
 
 
-SMALL = ["model=tiny", "eval=analysis", "tracker=none", "device=cpu", "eval.analysis.length=320", "eval.analysis.num_queries=4"]
+SMALL = [
+    "model=tiny",
+    "eval=analysis",
+    "tracker=none",
+    "device=cpu",
+    "eval.analysis.length=320",
+    "eval.analysis.num_queries=4",
+]
 SMALL += ["eval.analysis.num_chunks=2", "eval.analysis.layers=[1,4]", "eval.analysis.buckets=[8]"]
 SMALL += ["data.source=text", "data.path=text", "data.heldout_path=heldout.txt"]
 FIGURES = ("analysis_planes", "analysis_buckets", "analysis_mass", "analysis_error")
@@ -227,7 +303,9 @@ def text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("text")
-def test_command_writes_figures_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_writes_figures_and_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     succeed("eval", *SMALL, f"outputs={tmp_path}")
     assert "Fitted for the analysis" in capsys.readouterr().out
     folder = tmp_path / "tiny" / "base" / "eval"
@@ -235,14 +313,35 @@ def test_command_writes_figures_and_rows(tmp_path: Path, capsys: pytest.CaptureF
     for name in FIGURES:
         assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert f'aria-label="{name}"' in page
-    rows = [row for row in json.loads((folder / "results.json").read_text())["rows"] if row["task"] == "analysis"]
+    rows = [
+        row
+        for row in json.loads((folder / "results.json").read_text())["rows"]
+        if row["task"] == "analysis"
+    ]
     assert len({(row["method"], row["setting"]) for row in rows}) == len(rows)
     assert all(row["extra"]["layers"] == [1, 4] for row in rows)
     assert {row["method"] for row in rows} == {
-        *("queries and keys", "buckets of k-means", "buckets of k-means, RoPE", "mass in top keys", "mass in top blocks"),
-        *(str(WINDOW), "exact top keys", "random keys", "classifier", "k-means", "k-means, RoPE", "k-means, 8 buckets"),
+        *(
+            "queries and keys",
+            "buckets of k-means",
+            "buckets of k-means, RoPE",
+            "mass in top keys",
+            "mass in top blocks",
+        ),
+        *(
+            str(WINDOW),
+            "exact top keys",
+            "random keys",
+            "classifier",
+            "k-means",
+            "k-means, RoPE",
+            "k-means, 8 buckets",
+        ),
     }
-    exact, drawn = ([row["score"] for row in rows if row["method"] == f"{each} keys"] for each in ("exact top", "random"))
+    exact, drawn = (
+        [row["score"] for row in rows if row["method"] == f"{each} keys"]
+        for each in ("exact top", "random")
+    )
     assert exact == sorted(exact)
     assert all(best >= other for best, other in zip(exact, drawn, strict=True))
     assert "top 10%" in (folder / "results.csv").read_text().splitlines()[0]
@@ -251,8 +350,14 @@ def test_command_writes_figures_and_rows(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"heads": [2]}, r"eval\.analysis\.heads=\[2\]: expected 0 to 1, as the model has 2 key/value heads"),
-        ({"length": 1025}, r"eval\.analysis\.length=1025: expected more than recent \+ sink = 1025 tokens"),
+        (
+            {"heads": [2]},
+            r"eval\.analysis\.heads=\[2\]: expected 0 to 1, as the model has 2 key/value heads",
+        ),
+        (
+            {"length": 1025},
+            r"eval\.analysis\.length=1025: expected more than recent \+ sink = 1025 tokens",
+        ),
     ],
 )
 def test_wrong_numbers_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -1,4 +1,6 @@
-"""``eval`` and ``generate`` with decode gates: rows beside other routers, shares of the keys, and what decodes."""
+"""``eval`` and ``generate`` with decode gates: rows beside other routers, shares of the keys, and
+what decodes.
+"""
 
 from dataclasses import replace
 from itertools import product
@@ -28,7 +30,8 @@ from tests.sparse import save
 
 BLOCK = 16
 BLOCKS = 16  # of the 256 positions of the model
-PARTIAL = ("LSH", "Twilight")  # read no more than the keys that collide, or that hold most of the attention
+# read no more than the keys that collide, or that hold most of the attention
+PARTIAL = ("LSH", "Twilight")
 
 
 @pytest.fixture(scope="module")
@@ -51,20 +54,29 @@ def test_every_task_measures_every_router(trained: Path, text: str) -> None:
         baselines=[],
         routers=list(ROUTERS),
         recall=replace(sizes.recall, probes=[0, 1, BLOCKS], keys=[0.1, 0.4], independent=True),
-        needle=replace(sizes.needle, probes=[1], keys=[0.3], depths=[0.5], samples=1, question="dense"),
+        needle=replace(
+            sizes.needle, probes=[1], keys=[0.3], depths=[0.5], samples=1, question="dense"
+        ),
         decoding=DecodingConfig(lengths=[200], tokens=2, transformers_batch=0),
     )
     loaded, found = loaded_and_found(cfg)
     calibration.calibrate_routers(found, cfg, loaded)
-    assert any(note.startswith("decode gate: its artifact has no thresholds") for note in found.notes)
+    assert any(
+        note.startswith("decode gate: its artifact has no thresholds") for note in found.notes
+    )
     assert not any("No decode_gate" in note for note in found.notes)
-    assert [str(each.method) for each in with_k_means(found).bucket_routings] == [], "their blocks are no partition"
+    assert [str(each.method) for each in with_k_means(found).bucket_routings] == [], (
+        "their blocks are no partition"
+    )
     rows = [row for task in (recall, needle, decoding) for row in rows_of(task, loaded, cfg, found)]
     by_name = {(row.task, str(row.method), str(row.setting)): row for row in rows}
     assert len(rows) == len(by_name)
     for suffix in ("", ", independent"):  # one choice serves a query group anyway
         for setting in ("1 probe", f"{BLOCKS} probes"):
-            one, other = by_name["recall", "decode gate", setting], by_name["recall", "decode gate" + suffix, setting]
+            one, other = (
+                by_name["recall", "decode gate", setting],
+                by_name["recall", "decode gate" + suffix, setting],
+            )
             assert other.score == pytest.approx(one.score)
             assert other.selectivity == pytest.approx(one.selectivity)
     names = ["decode gate", *(str(untrained_router(name).method) for name in ROUTERS)]
@@ -76,20 +88,31 @@ def test_every_task_measures_every_router(trained: Path, text: str) -> None:
             assert every.score == pytest.approx(1, abs=1e-5)
             assert every.selectivity == pytest.approx(1)
         assert (by_name["recall", name + suffix, "1 probe"].selectivity or 1) < 0.5
-    shares = [by_name["recall", "decode gate, calibrated", f"{share} % of far keys"] for share in (10, 40)]
-    window, one = by_name["recall", str(WINDOW), "0 probes"], by_name["recall", "decode gate", "1 probe"]
+    shares = [
+        by_name["recall", "decode gate, calibrated", f"{share} % of far keys"] for share in (10, 40)
+    ]
+    window, one = (
+        by_name["recall", str(WINDOW), "0 probes"],
+        by_name["recall", "decode gate", "1 probe"],
+    )
     reads = [row.selectivity or 1 for row in (window, *shares)]
     assert reads[0] < reads[1] < reads[2] < 1
     assert window.score < one.score <= by_name["recall", "oracle routing", "1 probe"].score + 1e-6
     share = by_name["needle", "decode gate, calibrated", "30 % of far keys"]
-    decoded = [row for name in names for row in (by_name["needle", name, "1 probe"], by_name["decoding", name, "2 probes"])]
+    decoded = [
+        row
+        for name in names
+        for row in (by_name["needle", name, "1 probe"], by_name["decoding", name, "2 probes"])
+    ]
     for row in (share, *decoded):
         assert 0.08 < (row.selectivity or 0) < 0.8
     assert named("decode gate").is_trained
 
 
 def test_share_curves_are_the_shares_that_the_kernel_reads(trained: Path, text: str) -> None:
-    cfg = replace(config(trained, text, routers=list(ROUTERS), key_shares=[0.01, 0.3, 1.0]), dense_layers=[])
+    cfg = replace(
+        config(trained, text, routers=list(ROUTERS), key_shares=[0.01, 0.3, 1.0]), dense_layers=[]
+    )
     loaded, found = loaded_and_found(cfg)
 
     def measure(x: Any) -> None:
@@ -99,14 +122,24 @@ def test_share_curves_are_the_shares_that_the_kernel_reads(trained: Path, text: 
             curve = share_curve(x, routing)
             buckets, number = routing.router.buckets_of_keys(x)
             for probes in (0, 1, 5, BLOCKS):
-                chosen = routing.buckets(routing.router.scores_at(x, positions, routing.recent), probes)
-                read = recall.decode_queries(x, dense, routing, buckets, number, positions.int(), chosen)
-                assert curve[probes].item() == pytest.approx(read.share.item(), rel=1e-5), routing.method
+                chosen = routing.buckets(
+                    routing.router.scores_at(x, positions, routing.recent), probes
+                )
+                read = recall.decode_queries(
+                    x, dense, routing, buckets, number, positions.int(), chosen
+                )
+                assert curve[probes].item() == pytest.approx(read.share.item(), rel=1e-5), (
+                    routing.method
+                )
 
     measured_on_a_chunk(cfg, loaded, measure)
     for matched in match_key_shares(found, cfg, loaded).bucket_routings:
         labels, counts = zip(*matched.settings([0, 7]), strict=True)
-        shares = ["about 30 % of keys"] if str(matched.method) in PARTIAL else ["about 30 % of keys", "about 100 % of keys"]
+        shares = (
+            ["about 30 % of keys"]
+            if str(matched.method) in PARTIAL
+            else ["about 30 % of keys", "about 100 % of keys"]
+        )
         assert [*map(str, labels)] == ["0 probes", *shares]
         assert sorted({0, *counts}) == list(counts), "different numbers, that increase"
         assert counts[-1] <= BLOCKS
@@ -117,7 +150,9 @@ def test_numbers_of_the_manifest_are_served(trained: Path, text: str) -> None:
     _, found = loaded_and_found(cfg)
     routing = found.bucket_routings[0]
     assert (routing.probes, routing.recent, routing.sink, routing.dense_layers) == (2, 9, 3, (1,))
-    named = replace(cfg, name="other", artifacts=ArtifactsConfig(decode_gate=str(trained / "rand" / "base")))
+    named = replace(
+        cfg, name="other", artifacts=ArtifactsConfig(decode_gate=str(trained / "rand" / "base"))
+    )
     _, found = loaded_and_found(named)
     assert str(found.bucket_routings[0].method) == "decode gate"
 
@@ -133,7 +168,9 @@ def test_one_router_decodes(tmp_path: Path) -> None:
     assert chosen("artifacts.decode_gate=some/folder") == ["decode_gate"]
     assert chosen("artifacts.kmeans=embedded") == ["kmeans"]
     with pytest.raises(
-        UserError, match=r"artifacts\.decode_gate=some/folder, artifacts\.kmeans=embedded: expected one of them"
+        UserError,
+        match=r"artifacts\.decode_gate=some/folder, artifacts\.kmeans=embedded: expected one of "
+        r"them",
     ):
         chosen("artifacts.kmeans=embedded", "artifacts.decode_gate=some/folder")
     with pytest.raises(UserError, match=r"artifacts\.gate=some/folder: select=quest reads no gate"):

@@ -35,7 +35,12 @@ from msattn.trainer.evaluate.row import Setting
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks import decoding, latency, perplexity
 from msattn.trainer.evaluate.tasks.latency import LatencyRun, break_even
-from msattn.trainer.evaluate.tasks.timing import random_cache, random_dynamic_cache, random_router, with_growing_layers
+from msattn.trainer.evaluate.tasks.timing import (
+    random_cache,
+    random_dynamic_cache,
+    random_router,
+    with_growing_layers,
+)
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, use_backend
@@ -50,7 +55,10 @@ def test_both_tasks_without_artifacts(tmp_path: Path, capsys: pytest.CaptureFixt
     figures = {"latency.png", "latency.svg", "speed.png", "speed.svg", "speed_phone.svg"}
     assert written == figures | {"results.json", "results.csv", "report.html", "metrics.jsonl"}
     results = json.loads((folder / "results.json").read_text())
-    every = {(row["task"], row["method"], row["setting"], row["extra"]["length"]): row for row in results["rows"]}
+    every = {
+        (row["task"], row["method"], row["setting"], row["extra"]["length"]): row
+        for row in results["rows"]
+    }
     rows = {key: row for key, row in every.items() if not row["extra"].get("situation")}
     for length in (96, 240):
         dense = rows["latency", "dense, SDPA", "", length]
@@ -60,12 +68,15 @@ def test_both_tasks_without_artifacts(tmp_path: Path, capsys: pytest.CaptureFixt
             row = rows["latency", "gate_question, untrained", f"sparsity {sparsity}", length]
             assert row["score"] == row["latency_s"] > 0
             assert row["ratio_to_dense"] == pytest.approx(row["score"] / dense["score"])
-            assert 0.15 < row["sparsity"] < sparsity + 0.1, "of few blocks, those that are always read are a large part"
+            assert 0.15 < row["sparsity"] < sparsity + 0.1, (
+                "of few blocks, those that are always read are a large part"
+            )
             # These are times of other passes, and the machine may be busy.
             assert 0 < row["extra"]["selection_s"] + row["extra"]["attention_s"] < row["score"] * 10
     assert len(rows) == 2 * 3 + 2 * 4
     others = every.keys() - rows.keys()
-    assert {(setting, length) for _, method, setting, length in others if method == "dense, SDPA"} == {
+    assert {(setting, length) for _, method, setting,
+    length in others if method == "dense, SDPA"} == {
         ("chunks of 100", 240), ("64 new after 176", 240)
     }  # fmt: skip
     assert len(others) == 2 * 2, "one setting of each method"
@@ -87,13 +98,26 @@ def test_both_tasks_without_artifacts(tmp_path: Path, capsys: pytest.CaptureFixt
 def check_decoding(rows: list[dict]) -> None:
     """Asserts the methods, speed-ups and counts of the rows of decoding."""
     rows = [row for row in rows if row["task"] == "decoding"]
-    assert {(row["extra"]["length"], row["extra"]["batch"]) for row in rows} == {(128, 1), (128, 2), (1000, 1)}
+    assert {(row["extra"]["length"], row["extra"]["batch"]) for row in rows} == {
+        (128, 1),
+        (128, 2),
+        (1000, 1),
+    }
     for length, batch in ((128, 1), (128, 2), (1000, 1)):
-        own = {row["method"]: row for row in rows if (row["extra"]["length"], row["extra"]["batch"]) == (length, batch)}
+        own = {
+            row["method"]: row
+            for row in rows
+            if (row["extra"]["length"], row["extra"]["batch"]) == (length, batch)
+        }
         routed = own.pop("classifier, untrained")
-        assert list(own) == ["dense, transformers"] * (batch == 1) + ["dense, SDPA", "dense, same cache and graphs"]
+        assert list(own) == ["dense, transformers"] * (batch == 1) + [
+            "dense, SDPA",
+            "dense, same cache and graphs",
+        ]
         assert routed["setting"] == "2 probes"
-        assert routed["ratio_to_dense"] == pytest.approx(routed["score"] / max(row["score"] for row in own.values()))
+        assert routed["ratio_to_dense"] == pytest.approx(
+            routed["score"] / max(row["score"] for row in own.values())
+        )
         for method, row in own.items():
             name = method.removeprefix("dense, ")
             assert routed["extra"][f"times_{name}"] == pytest.approx(routed["score"] / row["score"])
@@ -114,7 +138,11 @@ def test_break_even() -> None:
 
 def test_rows_have_the_speedup_over_each_dense_kernel() -> None:
     run = LatencyRun(
-        seconds=[2.0, 1.0, 4.0], peak_mb=5.0, sparsity=0.9, parts={"selection": 0.2, "attention": 0.5}, timed_s=4.0
+        seconds=[2.0, 1.0, 4.0],
+        peak_mb=5.0,
+        sparsity=0.9,
+        parts={"selection": 0.2, "attention": 0.5},
+        timed_s=4.0,
     )
     sparse = MethodSetting("gate", Setting("sparsity", 0.9), nullcontext)
     row = latency.as_row(sparse, 1024, run, {"cuDNN": 3.0, "flash": 8.0})
@@ -122,12 +150,24 @@ def test_rows_have_the_speedup_over_each_dense_kernel() -> None:
     assert (row.extra["times_cuDNN"], row.extra["times_flash"]) == (1.5, 4.0)
     assert (row.extra["selection_share"], row.extra["attention_share"]) == (0.05, 0.125)
     case = decoding.DecodingCase(
-        "x", Setting("probes", 2), "generate", lambda batch, length: decoding.DecodingRun(20, 5.0, 0.1, 64)
+        "x",
+        Setting("probes", 2),
+        "generate",
+        lambda batch, length: decoding.DecodingRun(20, 5.0, 0.1, 64),
     )
     dense = {"flash": 10, "transformers": 4}
     decoded = decoding.as_row(case, 2, 9, case.measure(2, 9), dense)
-    assert (decoded.score, decoded.ratio_to_dense, decoded.latency_s, decoded.samples) == (20, 2, 0.1, 64)
-    assert (decoded.extra["times_flash"], decoded.extra["times_transformers"], decoded.extra["batch"]) == (2, 5, 2)
+    assert (decoded.score, decoded.ratio_to_dense, decoded.latency_s, decoded.samples) == (
+        20,
+        2,
+        0.1,
+        64,
+    )
+    assert (
+        decoded.extra["times_flash"],
+        decoded.extra["times_transformers"],
+        decoded.extra["batch"],
+    ) == (2, 5, 2)
     graph = decoding.as_row(case._replace(launched_by="CUDA graph"), 1, 9, case.measure(1, 9), {})
     assert (graph.ratio_to_dense, graph.extra["device_tokens_per_s"]) == (None, 20)
 
@@ -160,19 +200,35 @@ def test_random_caches_decode_like_grown_ones(tmp_path: Path) -> None:
     assert not torch.equal(keys, values)
 
 
-def test_generate_is_measured_without_its_first_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_generate_is_measured_without_its_first_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     cfg = timed_config(tmp_path)
     model = models.load(cfg.model, device="cpu").model
-    seconds = iter([0.0, *(100.0 + i for i in range(decoding.WARMUP_TOKENS)), *(104.0 + 0.5 * i for i in range(4))])
-    monkeypatch.setattr(decoding.TokenClock, "put", lambda clock, value: clock.times.append(next(seconds)))
-    done = decoding.measure_generate(model, partial(random_dynamic_cache, model, seed=0), 4, nullcontext, 3, 50)
+    seconds = iter(
+        [
+            0.0,
+            *(100.0 + i for i in range(decoding.WARMUP_TOKENS)),
+            *(104.0 + 0.5 * i for i in range(4)),
+        ]
+    )
+    monkeypatch.setattr(
+        decoding.TokenClock, "put", lambda clock, value: clock.times.append(next(seconds))
+    )
+    done = decoding.measure_generate(
+        model, partial(random_dynamic_cache, model, seed=0), 4, nullcontext, 3, 50
+    )
     assert next(seconds, None) is None, "every token is recorded"
     assert (done.rate, done.tokens, done.selectivity) == (3 * 4 / 2.5, 4, None)
 
 
 @pytest.mark.parametrize("random_keys", [True, False])
-@pytest.mark.parametrize("situation", [latency.Situation("turn", cached=60), latency.Situation("chunks", chunk=40)])
-def test_situations_run_the_whole_prompt_each_time(situation: latency.Situation, random_keys: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "situation", [latency.Situation("turn", cached=60), latency.Situation("chunks", chunk=40)]
+)
+def test_situations_run_the_whole_prompt_each_time(
+    situation: latency.Situation, random_keys: bool, tmp_path: Path
+) -> None:
     model = models.load(timed_config(tmp_path).model, device="cpu").model
     ids, lengths = torch.zeros(1, 100, dtype=torch.long), []
 
@@ -183,17 +239,23 @@ def test_situations_run_the_whole_prompt_each_time(situation: latency.Situation,
     @contextmanager
     def attached(*, measure_time: bool = False) -> Iterator:
         with tap(model, read):
-            yield SimpleNamespace(stats=lambda: {"sparsity": None, "selection_s": None, "attention_s": None})
+            yield SimpleNamespace(
+                stats=lambda: {"sparsity": None, "selection_s": None, "attention_s": None}
+            )
 
     done = latency.measure(model, ids, attached, 1e-6, situation, random_keys=random_keys)
     passes = [(40, 100)] if situation.cached else [(40, 40), (40, 80), (20, 100)]
     cached = [(60, 60)] if situation.cached and not random_keys else []
     assert len(done.seconds) == 1
-    assert lengths == [each for each in cached + 3 * passes for _ in range(2)], "a warm-up, a prompt, its parts, in two layers"
+    assert lengths == [each for each in cached + 3 * passes for _ in range(2)], (
+        "a warm-up, a prompt, its parts, in two layers"
+    )
 
 
 def embedded_config(tmp_path: Path, heldout: str) -> EvalRunConfig:
-    """Perplexity and latency of the embedded model and its gate on the same text: its first 1536 tokens, the only chunk."""
+    """Perplexity and latency of the embedded model and its gate on the same text: its first 1536
+    tokens, the only chunk.
+    """
     for name, text in (("train", "Other words are what a model trains on."), ("heldout", heldout)):
         (tmp_path / f"{name}.txt").write_text(text)
     train, held = str(tmp_path / "train.txt"), str(tmp_path / "heldout.txt")
@@ -208,7 +270,8 @@ def embedded_config(tmp_path: Path, heldout: str) -> EvalRunConfig:
         eval=tasks,
         model=ModelConfig(name="tiny", path="embedded"),
         artifacts=ArtifactsConfig(gate="embedded"),
-        data=DataConfig("text", train, heldout_path=held, bos=True),  # the first token of each prompt is BOS, too
+        # the first token of each prompt is BOS, too
+        data=DataConfig("text", train, heldout_path=held, bos=True),
         select=SelectConfig(policy="calibrated", sparsity=0.5),
     )
 
@@ -216,9 +279,12 @@ def embedded_config(tmp_path: Path, heldout: str) -> EvalRunConfig:
 def test_prompts_of_a_pretrained_model_are_heldout_text(tmp_path: Path) -> None:
     cfg = embedded_config(tmp_path, heldout=Path(argparse.__file__).read_text()[:6500])
     loaded, methods = loaded_and_found(cfg)
-    methods = replace(methods, block_selections=methods.block_selections[:1])  # the gate with its thresholds
+    # the gate with its thresholds
+    methods = replace(methods, block_selections=methods.block_selections[:1])
     rows = [row for task in (perplexity, latency) for row in rows_of(task, loaded, cfg, methods)]
-    left_out: dict[Any, Any] = {(row.task, row.setting.situation): row.sparsity for row in rows if not row.method.is_dense}
+    left_out: dict[Any, Any] = {
+        (row.task, row.setting.situation): row.sparsity for row in rows if not row.method.is_dense
+    }
     assert left_out["latency", ""] == left_out["perplexity", ""]
 
     model: Any = loaded.model
@@ -226,10 +292,15 @@ def test_prompts_of_a_pretrained_model_are_heldout_text(tmp_path: Path) -> None:
     random_ids = torch.randint(4096, (1, 1536), generator=torch.Generator().manual_seed(0))
     found = []
     for tokens, past in ((random_ids, None), (ids[:, :1024], cache), (ids[:, 1024:], cache)):
-        with attach(model, gate="embedded", sparsity=0.5, dense_below=0) as sparse, torch.inference_mode():
+        with (
+            attach(model, gate="embedded", sparsity=0.5, dense_below=0) as sparse,
+            torch.inference_mode(),
+        ):
             model(tokens, past_key_values=past)
         found.append(sparse.stats()["sparsity"])
-    assert found[0] < left_out["latency", ""] - 0.03, "the test needs a gate to which random tokens are not like text"
+    assert found[0] < left_out["latency", ""] - 0.03, (
+        "the test needs a gate to which random tokens are not like text"
+    )
     assert left_out["latency", "512 new after 1024"] == pytest.approx(found[2])
 
 
@@ -237,7 +308,9 @@ def test_only_pretrained_models_need_text(tmp_path: Path) -> None:
     cfg = embedded_config(tmp_path, heldout="A short text.")
     loaded = models.load(cfg.model, device="cpu")
     with pytest.raises(
-        UserError, match=r"^eval\.latency\.lengths=1536: expected at most \d+, the tokens of the held-out text$"
+        UserError,
+        match=r"^eval\.latency\.lengths=1536: expected at most \d+, the tokens of the held-out "
+        r"text$",
     ):
         latency.prepare(cfg, loaded)
     missing = timed_config(tmp_path, data=DataConfig("text", "no such folder"))
@@ -251,7 +324,10 @@ def test_random_classifiers_have_the_buckets_of_the_presets(tmp_path: Path) -> N
 
 
 def test_unavailable_backends_give_the_reason() -> None:
-    with pytest.raises(BackendUnavailable, match="no such SDPA backend"), use_backend(SDPA_BACKENDS["cuda"]["cuDNN"]):
+    with (
+        pytest.raises(BackendUnavailable, match="no such SDPA backend"),
+        use_backend(SDPA_BACKENDS["cuda"]["cuDNN"]),
+    ):
         raise RuntimeError("No available kernel. Aborting execution.")  # the message of PyTorch
     with pytest.raises(BackendUnavailable, match="out of memory"), use_backend(None):
         raise torch.OutOfMemoryError

@@ -12,7 +12,12 @@ from msattn.trainer.config.evaluate import LevalConfig
 from msattn.trainer.data.benchmarks import LevalQuestion
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.run import evaluate
-from msattn.trainer.evaluate.tasks.leval import encode_questions, longest_common, score, without_middle
+from msattn.trainer.evaluate.tasks.leval import (
+    encode_questions,
+    longest_common,
+    score,
+    without_middle,
+)
 from tests.data.texts import write
 from tests.evaluate.runs import config, read_rows
 from tests.factory import TEMPLATE
@@ -21,19 +26,36 @@ TEXT = "the river ran past an old mill and nobody knew where it came from " * 12
 QUESTIONS = [
     {
         "input": TEXT,
-        "instructions": ["Where did it run?\nA. past a mill\nB. past a hill", "All?\nA. one\nB. two"],
+        "instructions": [
+            "Where did it run?\nA. past a mill\nB. past a hill",
+            "All?\nA. one\nB. two",
+        ],
         "outputs": ["A", "AB"],
         "evaluation": "exam",
     },
-    {"input": "short", "instructions": ["What is it?"], "outputs": ["an old mill by the river"], "evaluation": "f1"},
+    {
+        "input": "short",
+        "instructions": ["What is it?"],
+        "outputs": ["an old mill by the river"],
+        "evaluation": "f1",
+    },
 ]
 
 
 def test_likelihoods_are_those_of_one_pass_over_prompt_and_answer(tmp_path: Path) -> None:
     path = write(tmp_path / "mill.jsonl", *QUESTIONS)
     every = config(tmp_path, "unused").model.presets.num_buckets
-    settings = LevalConfig(path, lengths=[150], answers=True, max_new_tokens=2, sparsities=[0.0, 0.6], probes=[0, every])
-    cfg = config(tmp_path, "unused", tasks=["leval"], baselines=["random"], routers=["quest"], leval=settings)
+    settings = LevalConfig(
+        path,
+        lengths=[150],
+        answers=True,
+        max_new_tokens=2,
+        sparsities=[0.0, 0.6],
+        probes=[0, every],
+    )
+    cfg = config(
+        tmp_path, "unused", tasks=["leval"], baselines=["random"], routers=["quest"], leval=settings
+    )
     loaded = models.load(cfg.model, device="cpu", seed=cfg.seed)
     folder = evaluate(cfg)
     rows = read_rows(folder)
@@ -83,9 +105,14 @@ def test_documents_lose_their_middle() -> None:
     first, *_ = encode_questions(tokenizer, cfg, {"mill": questions_of(QUESTIONS)}, 90)
     prompt = str(tokenizer.decode([*first.document, *first.rest]))
     assert prompt.startswith("<user>the river ran past")
-    assert prompt.endswith("past a hill Answer with the letter of the right option, or the letters of all.\n<assistant>Answer:")
+    assert prompt.endswith(
+        "past a hill Answer with the letter of the right option, or the letters of "
+        "all.\n<assistant>Answer:"
+    )
     with pytest.raises(
-        UserError, match=r"eval.leval.lengths=40: mill has a question of \d+ and an answer of 1 tokens, which leave"
+        UserError,
+        match=r"eval.leval.lengths=40: mill has a question of \d+ and an answer of 1 tokens, "
+        r"which leave",
     ):
         encode_questions(tokenizer, cfg, {"mill": questions_of(QUESTIONS)}, 40)
 

@@ -30,11 +30,21 @@ def test_dense_and_sparse_answers(tmp_path: Path) -> None:
     ids = encode_prompt(loaded.tokenizer, LONG, None)
     output: Any = loaded.model.generate(ids, max_new_tokens=4, do_sample=False)  # pyrefly: ignore[not-callable]
     answer = str(loaded.tokenizer.decode(output[0, ids.shape[1] :]))
-    path = write(tmp_path / "qa.jsonl", {"prompt": LONG, "answer": answer.upper()}, {"prompt": LONG, "answer": "never <said>"})
+    path = write(
+        tmp_path / "qa.jsonl",
+        {"prompt": LONG, "answer": answer.upper()},
+        {"prompt": LONG, "answer": "never <said>"},
+    )
     prompts = PromptsConfig(path, max_new_tokens=4, sparsities=[0.0, 0.9])
-    folder = evaluate(config(tmp_path, "unused", tasks=["prompts"], baselines=["random"], prompts=prompts))
+    folder = evaluate(
+        config(tmp_path, "unused", tasks=["prompts"], baselines=["random"], prompts=prompts)
+    )
     rows = read_rows(folder)
-    dense, full, sparse = rows["dense", ""], rows["random", "sparsity 0"], rows["random", "sparsity 0.9"]
+    dense, full, sparse = (
+        rows["dense", ""],
+        rows["random", "sparsity 0"],
+        rows["random", "sparsity 0.9"],
+    )
     assert (dense["score"], dense["samples"]) == (0.5, 2)
     assert [example["correct"] for example in dense["extra"]["examples"]] == [True, False]
     assert (full["score"], full["sparsity"], full["extra"]["same_as_dense"]) == (0.5, 0, 1)
@@ -46,7 +56,11 @@ def test_dense_and_sparse_answers(tmp_path: Path) -> None:
 
 def test_files_and_their_mistakes(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "Where?"}]
-    path = write(tmp_path / "a.jsonl", {"prompt": "How?", "answer": "So."}, {"messages": messages, "answer": "Here."})
+    path = write(
+        tmp_path / "a.jsonl",
+        {"prompt": "How?", "answer": "So."},
+        {"messages": messages, "answer": "Here."},
+    )
     first, second = read_prompts(path)
     assert (first, second.text) == (Prompt("How?", "So."), "Where?")
     assert second.is_answered_by("It is\n  HERE. Yes")
@@ -63,7 +77,9 @@ def test_files_and_their_mistakes(tmp_path: Path) -> None:
     for entry in [*halves, *({"messages": messages, "answer": "x"} for messages in ([], [{}]))]:
         with pytest.raises(UserError, match=r'bad\.jsonl, line 2: each line is {"prompt"'):
             read_prompts(write(tmp_path / "bad.jsonl", {"prompt": "How?", "answer": "So."}, entry))
-    (tmp_path / "lines.jsonl").write_text('\ufeff{"prompt": "a\u2028b", "answer": "x"}\n', encoding="utf-8")
+    (tmp_path / "lines.jsonl").write_text(
+        '\ufeff{"prompt": "a\u2028b", "answer": "x"}\n', encoding="utf-8"
+    )
     assert read_prompts(str(tmp_path / "lines.jsonl")) == [Prompt("a\u2028b", "x")]
     (tmp_path / "text.jsonl").write_text("How?")
     with pytest.raises(UserError, match="line 1: not JSON"):
@@ -79,8 +95,13 @@ def test_files_and_their_mistakes(tmp_path: Path) -> None:
 
 def test_prompts_longer_than_the_model(tmp_path: Path) -> None:
     prompts = PromptsConfig(write(tmp_path / "qa.jsonl", {"prompt": LONG * 5, "answer": "x"}))
-    with pytest.raises(UserError, match=r"prompt 1 of .*qa\.jsonl, with \d+ tokens, and max_new_tokens=64: the model has"):
-        evaluate(config(tmp_path, "unused", tasks=["prompts"], baselines=["random"], prompts=prompts))
+    with pytest.raises(
+        UserError,
+        match=r"prompt 1 of .*qa\.jsonl, with \d+ tokens, and max_new_tokens=64: the model has",
+    ):
+        evaluate(
+            config(tmp_path, "unused", tasks=["prompts"], baselines=["random"], prompts=prompts)
+        )
 
 
 def test_the_share_of_equal_tokens() -> None:
@@ -92,7 +113,9 @@ def test_the_share_of_equal_tokens() -> None:
 def test_separate_probes_of_query_heads(tmp_path: Path) -> None:
     path = write(tmp_path / "qa.jsonl", {"prompt": LONG, "answer": "x"})
     prompts = PromptsConfig(path, max_new_tokens=4, independent=True)
-    cfg = config(tmp_path, "unused", tasks=["prompts"], baselines=[], routers=["quest"], prompts=prompts)
+    cfg = config(
+        tmp_path, "unused", tasks=["prompts"], baselines=[], routers=["quest"], prompts=prompts
+    )
     model = replace(cfg.model, presets=replace(cfg.model.presets, num_buckets=4, probes=1))
     folder = evaluate(replace(cfg, model=model, dense_layers=[]))
     read = {method: row["selectivity"] for (method, _), row in read_rows(folder).items()}

@@ -29,14 +29,18 @@ def haystack(tmp_path: Path) -> str:
 
 
 def test_interval_of_the_ratio_is_of_paired_differences() -> None:
-    """A method that loses a tenth of each prompt's score loses exactly that, however much prompts differ."""
+    """A method that loses a tenth of each prompt's score loses exactly that, however much prompts
+    differ.
+    """
     samples = {name: [Sample("", "", list("abcdefghij"))] * 3 for name in ("vt", "fwe")}
     dense_texts = [" ".join("abcdefghij"[:number]) for number in (9, 5, 2, 8, 4, 2)]
     texts = {"dense": dense_texts, "gate": [text[:-2] for text in dense_texts]}
 
     def row(method: str, dense: EvalRow | None) -> EvalRow:
         found = answers.Answers([], texts[method], {"sparsity": 0.5})
-        return ruler.as_row(MethodSetting(method, Setting(), nullcontext), samples, found, 1000, dense)
+        return ruler.as_row(
+            MethodSetting(method, Setting(), nullcontext), samples, found, 1000, dense
+        )
 
     dense = row("dense", None)
     gate = row("gate", dense)
@@ -44,17 +48,31 @@ def test_interval_of_the_ratio_is_of_paired_differences() -> None:
     assert (dense.ratio_to_dense, dense.extra["ratio_interval"]) == (1.0, [1.0, 1.0])
     assert gate.extra["ratio_interval"] == pytest.approx([0.8, 0.8])
     assert gate.extra["scores"]["vt"] == pytest.approx([0.8, 0.4, 0.1])
-    assert [(each["answer"], each["correct"]) for each in gate.extra["examples"]] == [(texts["gate"][n], False) for n in (0, 3)]
+    assert [(each["answer"], each["correct"]) for each in gate.extra["examples"]] == [
+        (texts["gate"][n], False) for n in (0, 3)
+    ]
     assert gate.interval is not None
     assert gate.interval[1] - gate.interval[0] > 0.3
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_start")
-def test_the_leaderboard_is_one_command(haystack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_leaderboard_is_one_command(
+    haystack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    squad = write(tmp_path / "squad.json", {"data": [{"paragraphs": [paragraph("A mill.", ("Whose?", ["Anna's", "hers"]))]}]})
-    small = ["lengths=[1024]", "samples=1", "tasks=[vt,qa_1]", "sparsities=[0.25]", "keys=[0.25]", f"squad={squad}"]
+    squad = write(
+        tmp_path / "squad.json",
+        {"data": [{"paragraphs": [paragraph("A mill.", ("Whose?", ["Anna's", "hers"]))]}]},
+    )
+    small = [
+        "lengths=[1024]",
+        "samples=1",
+        "tasks=[vt,qa_1]",
+        "sparsities=[0.25]",
+        "keys=[0.25]",
+        f"squad={squad}",
+    ]
     methods = ["eval.baselines=[quest]", "eval.routers=[window]", "eval.key_shares=[0.75]"]
     ours = [f"eval.ruler.{each}" for each in (*small, f"haystack={haystack}")]
     succeed("eval", "eval=leaderboard", "tracker=none", "device=cpu", *ours, *methods)
@@ -67,7 +85,10 @@ def test_the_leaderboard_is_one_command(haystack: str, tmp_path: Path, monkeypat
     assert {"ruler.png", "ruler_grid.svg"} <= {each.name for each in folder.iterdir()}
     assert {"vt", "qa_1"} <= set((folder / "results.csv").read_text().partition("\n")[0].split(","))
     rows = read_rows(folder)
-    assert all(row["score"] == pytest.approx((row["extra"]["vt"] + row["extra"]["qa_1"]) / 2) for row in rows.values())
+    assert all(
+        row["score"] == pytest.approx((row["extra"]["vt"] + row["extra"]["qa_1"]) / 2)
+        for row in rows.values()
+    )
     assert rows["gate_question, top-k", "sparsity 0.25"]["sparsity"] == pytest.approx(0.25, abs=0.1)
 
 
@@ -78,7 +99,10 @@ def test_generation_ends_when_the_answer_is_complete() -> None:
     (dense,) = Compared([], []).cases(loaded.model, [])
     free = answers.answer(loaded, [Question(ids, 12)], dense, lambda: None)
     third = loaded.tokenizer.decode(free.tokens[0][:3])
-    questions = [Question(ids, 12, lambda text: text == third), Question(ids, 12, lambda text: False)]
+    questions = [
+        Question(ids, 12, lambda text: text == third),
+        Question(ids, 12, lambda text: False),
+    ]
     for batch_tokens in (0, 2 * ids.shape[1]):
         stopped = answers.answer(loaded, questions, dense, lambda: None, batch_tokens)
         assert stopped.tokens == [free.tokens[0][:3], free.tokens[0]]
@@ -88,18 +112,24 @@ def test_generation_ends_when_the_answer_is_complete() -> None:
 @pytest.mark.parametrize("sparsity", [None, 0.5])
 def test_batches_get_the_answers_of_single_prompts(sparsity: float | None) -> None:
     loaded = models.load(ModelConfig(name="tiny", path="embedded"), device="cpu")
-    gate = ComparedSelection("gate", select_config({"sink_blocks": 0, "local_blocks": 0}), Gate.load("embedded"))
+    gate = ComparedSelection(
+        "gate", select_config({"sink_blocks": 0, "local_blocks": 0}), Gate.load("embedded")
+    )
     tried = Compared([] if sparsity is None else [gate], []).cases(loaded.model, [sparsity or 0])
     texts = ["Once upon a time there was " + "a river and " * number for number in (90, 20, 55)]
     questions = [Question(encode_prompt(loaded.tokenizer, text, None), 8) for text in texts]
-    single, batched = (answers.answer(loaded, questions, tried[-1], lambda: None, tokens) for tokens in (0, 4096))
+    single, batched = (
+        answers.answer(loaded, questions, tried[-1], lambda: None, tokens) for tokens in (0, 4096)
+    )
     assert batched.tokens == single.tokens
-    assert batched.spent["sparsity"] == pytest.approx(single.spent["sparsity"], abs=0.05)  # blocks of queries begin elsewhere
+    # blocks of queries begin elsewhere
+    assert batched.spent["sparsity"] == pytest.approx(single.spent["sparsity"], abs=0.05)
 
 
 def test_batches() -> None:
     questions = [
-        Question(torch.zeros(1, length, dtype=torch.long), new) for length, new in ((5, 1), (8, 1), (3, 1), (3, 2), (9, 2))
+        Question(torch.zeros(1, length, dtype=torch.long), new)
+        for length, new in ((5, 1), (8, 1), (3, 1), (3, 2), (9, 2))
     ]
     assert [len(batch) for batch in answers.batches(questions, 0)] == [1] * 5
     assert [len(batch) for batch in answers.batches(questions, 16)] == [2, 1, 1, 1]
@@ -109,29 +139,60 @@ def test_batches() -> None:
 def test_a_chat_begins_its_reply_with_the_prefix() -> None:
     tokenizer = models.load(config(Path("unused"), "unused").model, device="cpu").tokenizer
     sample = Sample("the question", " The answer is", ["x"])
-    assert tokenizer.decode(ruler.encode(tokenizer, sample, None)[0]) == "the question The answer is"
+    assert (
+        tokenizer.decode(ruler.encode(tokenizer, sample, None)[0]) == "the question The answer is"
+    )
     tokenizer.chat_template = TEMPLATE
-    assert tokenizer.decode(ruler.encode(tokenizer, sample, None)[0]) == "<user>the question\n<assistant>The answer is"
+    assert (
+        tokenizer.decode(ruler.encode(tokenizer, sample, None)[0])
+        == "<user>the question\n<assistant>The answer is"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["eval.ruler.lengths=[64]"], "eval.ruler.lengths=64: niah_single_1: length=64: the shortest prompt has"),
-        (["eval.ruler.haystack=few.txt"], "eval.ruler.haystack: the haystack has 2 different words, but 500 are needed"),
-        (["eval.ruler.tasks=[qa_3]"], "eval.ruler.tasks=qa_3: expected one or more of niah_single_1"),
-        (["eval.ruler.tasks=[qa_1]"], "eval.ruler.tasks=qa_1: needs a file of questions, eval.ruler.squad=FILE"),
+        (
+            ["eval.ruler.lengths=[64]"],
+            "eval.ruler.lengths=64: niah_single_1: length=64: the shortest prompt has",
+        ),
+        (
+            ["eval.ruler.haystack=few.txt"],
+            "eval.ruler.haystack: the haystack has 2 different words, but 500 are needed",
+        ),
+        (
+            ["eval.ruler.tasks=[qa_3]"],
+            "eval.ruler.tasks=qa_3: expected one or more of niah_single_1",
+        ),
+        (
+            ["eval.ruler.tasks=[qa_1]"],
+            "eval.ruler.tasks=qa_1: needs a file of questions, eval.ruler.squad=FILE",
+        ),
         (["eval.ruler.squad=few.txt"], "eval.ruler.squad=few.txt: not JSON"),
-        (["eval.tasks=[recall,ruler]", "eval.ruler.lengths=[500]"], "eval.ruler.lengths=500: niah_single_2"),
+        (
+            ["eval.tasks=[recall,ruler]", "eval.ruler.lengths=[500]"],
+            "eval.ruler.lengths=500: niah_single_2",
+        ),
     ],
 )
 def test_mistakes_are_one_line(
-    changes: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    changes: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "few.txt").write_text("only words " * 400)
     (tmp_path / "words.txt").write_text(" ".join(WORDS))
-    arguments = ["eval", "eval=ruler", "tracker=none", "device=cpu", "eval.ruler.haystack=words.txt", *changes]
+    arguments = [
+        "eval",
+        "eval=ruler",
+        "tracker=none",
+        "device=cpu",
+        "eval.ruler.haystack=words.txt",
+        *changes,
+    ]
     assert exit_code(*arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())

@@ -60,23 +60,34 @@ class Problem(NamedTuple):
 
 def make(case: Case, device: str, seed: int = 0) -> Problem:
     lengths = [cached + new for cached, new in case.sequences]
-    batch, num_keys, num_queries = len(lengths), max(lengths) + 5, sum(case.new) + 1  # and a query after the last sequence
-    q, _, _ = random_qkv(1, case.q_heads, 1, num_queries, 1, case.head_size, case.dtype, device, seed)
-    _, k, v = random_qkv(batch, 1, case.kv_heads, 1, num_keys, case.head_size, case.dtype, device, seed)
+    # and a query after the last sequence
+    batch, num_keys, num_queries = len(lengths), max(lengths) + 5, sum(case.new) + 1
+    q, _, _ = random_qkv(
+        1, case.q_heads, 1, num_queries, 1, case.head_size, case.dtype, device, seed
+    )
+    _, k, v = random_qkv(
+        batch, 1, case.kv_heads, 1, num_keys, case.head_size, case.dtype, device, seed
+    )
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
     unfilled = torch.arange(num_keys, device=device) >= kv_len[:, None]
     k, v = (x.masked_fill(unfilled[:, None, :, None], torch.nan) for x in (k, v))
     cache, _ = random_pages(k, v, kv_len, case.page_size, seed=seed)
-    cu_queries = torch.tensor([0, *itertools.accumulate(case.new)], dtype=torch.int32, device=device)
+    cu_queries = torch.tensor(
+        [0, *itertools.accumulate(case.new)], dtype=torch.int32, device=device
+    )
     row_blocks = -(-max(1, *case.new) // case.block_size)
     col_blocks = -(-cache.table.shape[1] * case.page_size // case.key_block)
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(batch, case.mask_heads, row_blocks, col_blocks, generator=generator) < 0.5
-    return Problem(q[0].transpose(0, 1), cache, cu_queries, mask.to(device) if case.mask_heads else None, k, v)
+    return Problem(
+        q[0].transpose(0, 1), cache, cu_queries, mask.to(device) if case.mask_heads else None, k, v
+    )
 
 
 def keys_seen(case: Case, mask: Tensor | None, b: int, device: str) -> Tensor:
-    """Returns the keys that each query of a sequence sees by definition, bool ``[1, Hq or 1, n, kv_len]``."""
+    """Returns the keys that each query of a sequence sees by definition, bool
+    ``[1, Hq or 1, n, kv_len]``.
+    """
     cached, new = case.sequences[b]
     i, j = torch.arange(new, device=device)[:, None], torch.arange(cached + new, device=device)
     seen = (j <= cached + i)[None]
@@ -97,7 +108,11 @@ def check(case: Case, backend: Backend, device: str, softcap: float | None = Non
         begin, end, length = end, end + new, cached + new
         if new == 0:
             continue
-        inputs = q[begin:end].transpose(0, 1)[None], k[b : b + 1, :, :length], v[b : b + 1, :, :length]
+        inputs = (
+            q[begin:end].transpose(0, 1)[None],
+            k[b : b + 1, :, :length],
+            v[b : b + 1, :, :length],
+        )
         own = SparseAttention(got.out[begin:end].transpose(0, 1)[None], got.lse[begin:end].T[None])
         shared.assert_agrees(own, *inputs, keys_seen(case, mask, b, device), scale, capped(softcap))
     assert got.out.shape == q.shape
@@ -105,7 +120,8 @@ def check(case: Case, backend: Backend, device: str, softcap: float | None = Non
     assert (got.lse[end:] == -torch.inf).all()
 
 
-# Pages smaller than a block, equal to one, larger, and no multiple; chunks that begin at, before and after a block's first key.
+# Pages smaller than a block, equal to one, larger, and no multiple; chunks that begin at, before
+# and after a block's first key.
 CASES = [
     Case(16, 64, 4, 1, 64, 4, ((0, 1), (63, 65), (0, 0), (111, 63)), HALF),
     Case(64, 64, 7, 1, 80, 1, ((64, 65), (1, 111)), FULL),
@@ -131,8 +147,12 @@ CAPPED = [(CASES[4], 5.0), (CASES[0], 50.0), (CASES[5], 5.0)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("case", "softcap"), [CAPPED[0], *((case, None) for case in CASES), *CAPPED[1:]], ids=str)
-def test_agrees_with_fp64(case: Case, softcap: float | None, backend: Backend, device: str, poisoned: None) -> None:
+@pytest.mark.parametrize(
+    ("case", "softcap"), [CAPPED[0], *((case, None) for case in CASES), *CAPPED[1:]], ids=str
+)
+def test_agrees_with_fp64(
+    case: Case, softcap: float | None, backend: Backend, device: str, poisoned: None
+) -> None:
     """Slots that are not filled, and the spare page, hold NaN."""
     check(case, backend, device, softcap)
 
@@ -158,9 +178,20 @@ def test_rows_that_are_not_aligned(device: str, poisoned: None) -> None:
     softcap=st.sampled_from([None, 2.0]),
 )
 def test_any_lengths(
-    backend: Backend, device: str, page_size: int, block_size: int, mask_heads: int, sequences: Any, softcap: float | None
+    backend: Backend,
+    device: str,
+    page_size: int,
+    block_size: int,
+    mask_heads: int,
+    sequences: Any,
+    softcap: float | None,
 ) -> None:
-    check(Case(page_size, block_size, 2, 1, 16, mask_heads, tuple(sequences)), backend, device, softcap)
+    check(
+        Case(page_size, block_size, 2, 1, 16, mask_heads, tuple(sequences)),
+        backend,
+        device,
+        softcap,
+    )
 
 
 @pytest.mark.gpu
@@ -169,13 +200,30 @@ def test_any_lengths(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, page_size: int, poisoned: None) -> None:
     chunks = tuple(itertools.product([0, 1, 63, 64, 65, 111], [1, 63, 65, 111]))
-    for (q_heads, kv_heads), block_size in itertools.product([(2, 2), (8, 2), (7, 1)], [16, 64, 128]):
-        check(Case(page_size, block_size, q_heads, kv_heads, head_size, q_heads, chunks, dtype, 16), "triton", "cuda")
+    for (q_heads, kv_heads), block_size in itertools.product(
+        [(2, 2), (8, 2), (7, 1)], [16, 64, 128]
+    ):
+        check(
+            Case(page_size, block_size, q_heads, kv_heads, head_size, q_heads, chunks, dtype, 16),
+            "triton",
+            "cuda",
+        )
         for mask_heads in {q_heads, kv_heads, 1, 0}:
-            check(Case(page_size, block_size, q_heads, kv_heads, head_size, mask_heads, chunks, dtype), "triton", "cuda")
+            check(
+                Case(
+                    page_size, block_size, q_heads, kv_heads, head_size, mask_heads, chunks, dtype
+                ),
+                "triton",
+                "cuda",
+            )
     for mask_heads, softcap in itertools.product((8, 0), (None, 5.0)):
         sequences = (2047, 2048), (0, 4095), (4094, 1), (3000, 0)
-        check(Case(page_size, 64, 8, 2, head_size, mask_heads, sequences, dtype), "triton", "cuda", softcap)
+        check(
+            Case(page_size, 64, 8, 2, head_size, mask_heads, sequences, dtype),
+            "triton",
+            "cuda",
+            softcap,
+        )
 
 
 def test_compacted_lists(device: str) -> None:
@@ -188,7 +236,9 @@ def test_compacted_lists(device: str) -> None:
         mask, cu_queries, cache.kv_len, sum(case.new), capacity, case.block_size, case.block_size
     )
     for b, (cached, new) in enumerate(case.sequences):
-        wanted, sizes = compact_rows(mask[b : b + 1], None, new, cached + new, cached, case.block_size, case.block_size, True)
+        wanted, sizes = compact_rows(
+            mask[b : b + 1], None, new, cached + new, cached, case.block_size, case.block_size, True
+        )
         assert torch.equal(lengths[b], sizes[0])
         for h, r in itertools.product(range(2), range(mask.shape[2])):
             count = sizes[0, h, r, 1]
@@ -198,13 +248,17 @@ def test_compacted_lists(device: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("block", "dtype"), [(32, FULL), (16, HALF)])
-def test_reads_only_selected_blocks(block: int, dtype: torch.dtype, backend: Backend, device: str) -> None:
+def test_reads_only_selected_blocks(
+    block: int, dtype: torch.dtype, backend: Backend, device: str
+) -> None:
     case = Case(16, 32, 2, 1, 64, 1, ((64, 64),), dtype, block)
     q, cache, cu_queries, _, _, _ = problem = make(case, device)
     of_32 = torch.zeros(1, 1, 2, 5, dtype=torch.bool, device=device)
     of_32[:, :, :, 0] = of_32[:, :, 1, 2] = True
     of_32[:, :, :, 4] = True  # past the end
-    mask = of_32.repeat_interleave(32 // block, 3)[..., : -(-cache.table.shape[1] * case.page_size // block)]
+    mask = of_32.repeat_interleave(32 // block, 3)[
+        ..., : -(-cache.table.shape[1] * case.page_size // block)
+    ]
     options: dict[str, Any] = {**problem.options(case), "backend": backend}
     want = paged_block_sparse_attention(q, cache, cu_queries, mask, **options)
     for page in cache.table[0, [2, 3, 6, 7]].tolist():  # of the second and the last block
@@ -220,7 +274,9 @@ def test_nothing_selected(backend: Backend, device: str) -> None:
     case = Case(64, 64, 2, 1, 64, 2, ((30, 70), (0, 5)))
     q, cache, cu_queries, mask, _, _ = problem = make(case, device)
     none = torch.zeros_like(mask)
-    got = paged_block_sparse_attention(q, cache, cu_queries, none, **problem.options(case), backend=backend)
+    got = paged_block_sparse_attention(
+        q, cache, cu_queries, none, **problem.options(case), backend=backend
+    )
     assert (got.out == 0).all()
     assert (got.lse == -torch.inf).all()
 
@@ -228,7 +284,9 @@ def test_nothing_selected(backend: Backend, device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_accepts_strided_views(backend: Backend, device: str) -> None:
-    """Pages of one buffer of all layers, head-major queries, and views of tables, lengths and masks."""
+    """Pages of one buffer of all layers, head-major queries, and views of tables, lengths and
+    masks.
+    """
     case = Case(16, 32, 4, 2, 64, 4, ((33, 40), (0, 7)))
     q, cache, cu_queries, mask, _, _ = problem = make(case, device)
     assert mask is not None
@@ -239,10 +297,14 @@ def test_accepts_strided_views(backend: Backend, device: str) -> None:
         return torch.stack([x, x + 1], -1)[..., 0]
 
     buffer = torch.stack([cache.k, cache.v, cache.v, cache.k], 2)  # [P, page, layers x 2, Hkv, D]
-    views = PagedKeys(buffer[:, :, 0], buffer[:, :, 1], cache.table.T.contiguous().T, strided(cache.kv_len))
+    views = PagedKeys(
+        buffer[:, :, 0], buffer[:, :, 1], cache.table.T.contiguous().T, strided(cache.kv_len)
+    )
     wide_mask = torch.stack([mask, ~mask], -1)[..., 0]
     for queries in (q.transpose(0, 1).contiguous().transpose(0, 1), strided(q)):
-        got = paged_block_sparse_attention(queries, views, strided(cu_queries), wide_mask, **options)
+        got = paged_block_sparse_attention(
+            queries, views, strided(cu_queries), wide_mask, **options
+        )
         shared.assert_same(got, want)
 
 
@@ -253,9 +315,13 @@ def test_the_cache_is_not_copied(device: str) -> None:
     views = cache._replace(k=buffer[:, :, 0], v=buffer[:, :, 1], table=cache.table.T.contiguous().T)
 
     def step() -> SparseAttention:
-        return paged_block_sparse_attention(q, views, cu_queries, None, **problem.options(case), backend="triton")
+        return paged_block_sparse_attention(
+            q, views, cu_queries, None, **problem.options(case), backend="triton"
+        )
 
-    shared.assert_not_copied(module, "_paged_block_sparse_attention_kernel", step, (q, views.k, views.v, views.table))
+    shared.assert_not_copied(
+        module, "_paged_block_sparse_attention_kernel", step, (q, views.k, views.v, views.table)
+    )
 
 
 @pytest.mark.gpu
@@ -264,12 +330,26 @@ def test_cuda_graph() -> None:
     chunks = ((500, 300), (0, 200)), ((300, 200), (500, 300))
     cases = [Case(64, 64, 8, 2, 128, 8, sequences, torch.bfloat16) for sequences in chunks]
     problems = (make(case, "cuda", seed) for seed, case in enumerate(cases))
-    tensors, others = ([x.q, *x.cache, x.cu_queries, *([] if x.mask is None else [x.mask])] for x in problems)
+    tensors, others = (
+        [x.q, *x.cache, x.cu_queries, *([] if x.mask is None else [x.mask])] for x in problems
+    )
 
-    def step(q: Tensor, k: Tensor, v: Tensor, table: Tensor, kv_len: Tensor, cu_queries: Tensor, mask: Tensor) -> Any:
-        return paged_block_sparse_attention(q, PagedKeys(k, v, table, kv_len), cu_queries, mask, max_queries=300)
+    def step(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        table: Tensor,
+        kv_len: Tensor,
+        cu_queries: Tensor,
+        mask: Tensor,
+    ) -> Any:
+        return paged_block_sparse_attention(
+            q, PagedKeys(k, v, table, kv_len), cu_queries, mask, max_queries=300
+        )
 
-    shared.assert_cuda_graph(lambda: step(*tensors), lambda: [x.copy_(y) for x, y in zip(tensors, others, strict=True)])
+    shared.assert_cuda_graph(
+        lambda: step(*tensors), lambda: [x.copy_(y) for x, y in zip(tensors, others, strict=True)]
+    )
 
 
 @pytest.mark.gpu

@@ -20,7 +20,9 @@ from tests.kernels.shared import BACKENDS, FULL, HALF
 
 @pytest.fixture(scope="module", autouse=True)
 def _several_tiles_of_a_scan(device: str):
-    """The interpreter scans fewer positions at a time, so that short sequences have several tiles."""
+    """The interpreter scans fewer positions at a time, so that short sequences have several
+    tiles.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if device == "cpu":
             patch.setattr(module, "SCAN", 32)
@@ -42,13 +44,19 @@ class Case(NamedTuple):
     sink: int = 1
 
     def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Returns random q, k, v and buckets ``[B, Hkv, M]``, and probes with repetitions, -1 and others out of range."""
+        """Returns random q, k, v and buckets ``[B, Hkv, M]``, and probes with repetitions, -1 and
+        others out of range.
+        """
         batch, num_keys = len(self.lengths), max(1, *self.lengths)
-        q, k, v = random_qkv(batch, self.q_heads, self.kv_heads, 1, num_keys, self.head_size, self.dtype, device)
+        q, k, v = random_qkv(
+            batch, self.q_heads, self.kv_heads, 1, num_keys, self.head_size, self.dtype, device
+        )
         buckets = random_buckets(batch, self.kv_heads, num_keys, self.num_buckets, device)
         shape = (batch, self.kv_heads, self.num_probes)
         probes = torch.randint(-1, self.num_buckets, shape, dtype=torch.int32)
-        probes[..., 2::5] = torch.tensor([-5, 2**15, 2**30])[torch.randint(3, probes[..., 2::5].shape)].int()
+        probes[..., 2::5] = torch.tensor([-5, 2**15, 2**30])[
+            torch.randint(3, probes[..., 2::5].shape)
+        ].int()
         return q, k, v, buckets, probes.to(device)
 
     def options(self, device: str) -> dict[str, Any]:
@@ -64,9 +72,16 @@ def check(case: Case, backend: Backend, device: str, softcap: float | None = Non
     scale = None if softcap is None else CAPPED_SCALE
     unread = ~read[..., None]  # these keys may hold any value
     wide_k, wide_v = (x.masked_fill(unread, torch.nan) for x in (k, v))
-    cache, (slots,) = random_pages(wide_k, wide_v, starts(case.lengths, device), case.page_size, [buckets.short()])
+    cache, (slots,) = random_pages(
+        wide_k, wide_v, starts(case.lengths, device), case.page_size, [buckets.short()]
+    )
     counts = torch.ones(read.shape[:2], dtype=torch.int64, device=device)
-    options: dict[str, Any] = {**case.options(device), "scale": scale, "softcap": softcap, "counts": counts}
+    options: dict[str, Any] = {
+        **case.options(device),
+        "scale": scale,
+        "softcap": softcap,
+        "counts": counts,
+    }
     got = paged_bucket_decode(q, cache, slots, probes, **options, backend=backend)
     shared.assert_agrees(got, q, k, v, seen, scale, capped(softcap))
     assert torch.equal(counts, 1 + read.sum(-1))
@@ -89,8 +104,12 @@ CAPPED = [(CASES[1], 5.0), (CASES[0], 50.0), (CASES[3], 50.0)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("case", "softcap"), [CAPPED[0], *((case, None) for case in CASES), *CAPPED[1:]], ids=str)
-def test_agrees_with_fp64(case: Case, softcap: float | None, backend: Backend, device: str, poisoned: None) -> None:
+@pytest.mark.parametrize(
+    ("case", "softcap"), [CAPPED[0], *((case, None) for case in CASES), *CAPPED[1:]], ids=str
+)
+def test_agrees_with_fp64(
+    case: Case, softcap: float | None, backend: Backend, device: str, poisoned: None
+) -> None:
     check(case, backend, device, softcap)
 
 
@@ -104,7 +123,9 @@ def test_full_product(dtype: torch.dtype, page_size: int, num_keys: int, poisone
         [64, 80, 128, 256], heads, windows, probes
     ):
         lengths = (num_keys, num_keys // 2)
-        case = Case(lengths, q_heads, kv_heads, head_size, page_size, dtype, 64, num_probes, recent, sink)
+        case = Case(
+            lengths, q_heads, kv_heads, head_size, page_size, dtype, 64, num_probes, recent, sink
+        )
         check(case, "triton", "cuda", 5.0 if sink else None)
 
 
@@ -126,7 +147,14 @@ def test_one_split_at_large_batch(poisoned: None) -> None:
     softcap=st.sampled_from([None, 1.0]),
 )
 def test_any_pages(
-    backend: Backend, device: str, lengths: Any, page_size: int, num_buckets: int, recent: int, sink: int, softcap: float | None
+    backend: Backend,
+    device: str,
+    lengths: Any,
+    page_size: int,
+    num_buckets: int,
+    recent: int,
+    sink: int,
+    softcap: float | None,
 ) -> None:
     case = Case(tuple(lengths), 2, 1, 16, page_size, FULL, num_buckets, 6, recent, sink)
     check(case, backend, device, softcap)
@@ -139,12 +167,16 @@ def test_accepts_any_strides(backend: Backend, device: str) -> None:
     q, k, v, buckets, probes = case.inputs(device)
     cache, (slots,) = random_pages(k, v, starts(case.lengths, device), 64, [buckets.short()])
     want = paged_bucket_decode(q, cache, slots, probes, recent=9, backend=backend)
-    by_head_k, by_head_v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.k, cache.v))
+    by_head_k, by_head_v = (
+        x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.k, cache.v)
+    )
     by_head = cache._replace(k=by_head_k, v=by_head_v)
     every_second = cache._replace(table=torch.stack([cache.table, -cache.table], -1)[..., 0])
     slots, probes = slots.permute(2, 0, 1).contiguous().permute(1, 2, 0), probes.mT.contiguous().mT
     for other in (by_head, every_second):
-        shared.assert_same(paged_bucket_decode(q, other, slots, probes, recent=9, backend=backend), want)
+        shared.assert_same(
+            paged_bucket_decode(q, other, slots, probes, recent=9, backend=backend), want
+        )
 
 
 @pytest.mark.gpu
@@ -158,10 +190,14 @@ def test_cuda_graph() -> None:
 
     def step() -> tuple[Tensor, ...]:
         counts.zero_()
-        return *paged_bucket_decode(q, cache, slots, probes, recent=recent, counts=counts), counts.clone()
+        return *paged_bucket_decode(
+            q, cache, slots, probes, recent=recent, counts=counts
+        ), counts.clone()
 
     def change(lengths: list[int]) -> None:
-        other, (other_slots,) = random_pages(k, v, starts([17, 4000], "cuda"), 256, [buckets.short()], seed=1)
+        other, (other_slots,) = random_pages(
+            k, v, starts([17, 4000], "cuda"), 256, [buckets.short()], seed=1
+        )
         for x, y in zip((*cache[:3], slots), (*other[:3], other_slots), strict=True):
             x.copy_(y)
         cache.kv_len.copy_(torch.tensor(lengths))

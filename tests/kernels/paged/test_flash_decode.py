@@ -33,8 +33,15 @@ class Case(NamedTuple):
 def check(case: Case, backend: Backend, device: str, softcap: float | None = None) -> None:
     batch, num_keys = len(case.lengths), max(1, *case.lengths)
     q, k, v = random_qkv(batch, *case[1:4], num_keys, case.head_size, case.dtype, device)
-    j, kv_len = torch.arange(num_keys, device=device), torch.tensor(case.lengths, dtype=torch.int32, device=device)
-    i = kv_len.view(-1, 1, 1, 1) - case.num_queries + torch.arange(case.num_queries, device=device)[:, None]
+    j, kv_len = (
+        torch.arange(num_keys, device=device),
+        torch.tensor(case.lengths, dtype=torch.int32, device=device),
+    )
+    i = (
+        kv_len.view(-1, 1, 1, 1)
+        - case.num_queries
+        + torch.arange(case.num_queries, device=device)[:, None]
+    )
     scale = None if softcap is None else CAPPED_SCALE
     unread = (j >= kv_len[:, None])[:, None, :, None]  # these keys may hold any value
     wide_k, wide_v = (x.masked_fill(unread, torch.nan) for x in (k, v))
@@ -43,7 +50,8 @@ def check(case: Case, backend: Backend, device: str, softcap: float | None = Non
     shared.assert_agrees(got, q, k, v, j <= i, scale, capped(softcap))
 
 
-# Covers nearly all pairs of values of length, head size, dtype, group, page size and number of queries.
+# Covers nearly all pairs of values of length, head size, dtype, group, page size and number of
+# queries.
 CASES = [
     Case((111, 0, 300), 4, 1, 1, 80, 16, HALF),
     Case((300, 65), 7, 1, 3, 128, 64, FULL),
@@ -60,8 +68,12 @@ CAPPED = [(CASES[1], 5.0), (CASES[0], 50.0), (CASES[3], 5.0)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("case", "softcap"), [CAPPED[0], *((case, None) for case in CASES), *CAPPED[1:]], ids=str)
-def test_agrees_with_fp64(case: Case, softcap: float | None, backend: Backend, device: str, poisoned: None) -> None:
+@pytest.mark.parametrize(
+    ("case", "softcap"), [CAPPED[0], *((case, None) for case in CASES), *CAPPED[1:]], ids=str
+)
+def test_agrees_with_fp64(
+    case: Case, softcap: float | None, backend: Backend, device: str, poisoned: None
+) -> None:
     check(case, backend, device, softcap)
 
 
@@ -74,7 +86,12 @@ def test_agrees_with_fp64(case: Case, softcap: float | None, backend: Backend, d
     softcap=st.sampled_from([None, 1.0]),
 )
 def test_any_lengths(
-    backend: Backend, device: str, lengths: list[int], page_size: int, num_queries: int, softcap: float | None
+    backend: Backend,
+    device: str,
+    lengths: list[int],
+    page_size: int,
+    num_queries: int,
+    softcap: float | None,
 ) -> None:
     check(Case(tuple(lengths), 2, 1, num_queries, 16, page_size), backend, device, softcap)
 
@@ -87,14 +104,19 @@ def test_full_product(dtype: torch.dtype, page_size: int, num_keys: int, poisone
     for head_size, (q_heads, kv_heads), num_queries in itertools.product(
         [64, 80, 128, 256], [(2, 2), (4, 1), (7, 1)], [1, 4, 16]
     ):
-        case = Case((num_keys, num_keys // 2), q_heads, kv_heads, num_queries, head_size, page_size, dtype)
+        case = Case(
+            (num_keys, num_keys // 2), q_heads, kv_heads, num_queries, head_size, page_size, dtype
+        )
         check(case, "triton", "cuda", 5.0 if q_heads == 7 else None)
 
 
 @pytest.mark.parametrize(
-    ("tile", "page_size", "keys", "programs"), [(128, 64, 64, 2), (128, 256, 128, 1), (64, 16, 64, 1), (16, 48, 16, 1)]
+    ("tile", "page_size", "keys", "programs"),
+    [(128, 64, 64, 2), (128, 256, 128, 1), (64, 16, 64, 1), (16, 48, 16, 1)],
 )
-def test_tiles_divide_pages_or_cross_them(tile: int, page_size: int, keys: int, programs: int) -> None:
+def test_tiles_divide_pages_or_cross_them(
+    tile: int, page_size: int, keys: int, programs: int
+) -> None:
     got = dense_decode._tile_of_pages(Tile(16, tile, 4, 3), page_size)
     assert (got.keys, got.programs) == (keys, programs)
 
@@ -106,5 +128,6 @@ def test_cuda_graph() -> None:
     cache, _ = random_pages(k, v, starts([4095, 1000], "cuda"), 256)
     other, _ = random_pages(k, v, starts([17, 4000], "cuda"), 256, seed=1)
     shared.assert_cuda_graph(
-        lambda: paged_flash_decode(q, cache), lambda: [x.copy_(y) for x, y in zip(cache, other, strict=True)]
+        lambda: paged_flash_decode(q, cache),
+        lambda: [x.copy_(y) for x, y in zip(cache, other, strict=True)],
     )

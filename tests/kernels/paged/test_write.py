@@ -15,12 +15,31 @@ BACKENDS: list[Backend] = ["torch", "triton"]
 LONG = torch.int64
 
 
-def problem(tokens: int, heads: int, size: int, page_size: int, dtype: torch.dtype, device: str, seed: int = 0) -> list[Tensor]:
-    """Returns the arguments: new tokens as slices of a fused projection, and distinct slots in random order."""
+def problem(
+    tokens: int,
+    heads: int,
+    size: int,
+    page_size: int,
+    dtype: torch.dtype,
+    device: str,
+    seed: int = 0,
+) -> list[Tensor]:
+    """Returns the arguments: new tokens as slices of a fused projection, and distinct slots in
+    random order.
+    """
     torch.manual_seed(seed)
     count = -(-tokens // page_size) + 2
-    k, v = torch.randn(tokens, 4 * heads, size, device=device).to(dtype).transpose(0, 1)[heads : 3 * heads].split(heads)
-    keys, values = torch.zeros(count, heads, page_size, 2 * size, dtype=dtype, device=device).transpose(1, 2).chunk(2, dim=-1)
+    k, v = (
+        torch.randn(tokens, 4 * heads, size, device=device)
+        .to(dtype)
+        .transpose(0, 1)[heads : 3 * heads]
+        .split(heads)
+    )
+    keys, values = (
+        torch.zeros(count, heads, page_size, 2 * size, dtype=dtype, device=device)
+        .transpose(1, 2)
+        .chunk(2, dim=-1)
+    )
     slots = torch.randperm(count * page_size, device=device)[:tokens]
     ids = torch.randint(-1, 2**15, (heads, tokens), dtype=torch.int32, device=device)
     buckets = torch.zeros(count, page_size, heads, dtype=torch.int16, device=device)
@@ -42,12 +61,21 @@ def assert_written(arguments: list[Tensor], backend: Backend | None = None) -> N
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
-    ("tokens", "heads", "size", "page_size"), [(1, 2, 64, 16), (111, 1, 80, 64), (65, 7, 128, 1), (300, 4, 24, 256)]
+    "dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "size", "page_size"),
+    [(1, 2, 64, 16), (111, 1, 80, 64), (65, 7, 128, 1), (300, 4, 24, 256)],
 )
 def test_equals_indexing(
-    tokens: int, heads: int, size: int, page_size: int, dtype: torch.dtype, backend: Backend, device: str
+    tokens: int,
+    heads: int,
+    size: int,
+    page_size: int,
+    dtype: torch.dtype,
+    backend: Backend,
+    device: str,
 ) -> None:
     arguments = problem(tokens, heads, size, page_size, dtype, device)
     assert_written(arguments, backend)
@@ -58,14 +86,23 @@ def test_equals_indexing(
 @pytest.mark.parametrize("tokens", [1, 63, 65, 111, 4095])
 def test_full_product(tokens: int) -> None:
     dtypes = [torch.float32, torch.float16, torch.bfloat16]
-    for dtype, heads, size, page_size in itertools.product(dtypes, [1, 2, 8], [64, 80, 96, 128, 256], [16, 64, 256]):
+    for dtype, heads, size, page_size in itertools.product(
+        dtypes, [1, 2, 8], [64, 80, 96, 128, 256], [16, 64, 256]
+    ):
         assert_written(problem(tokens, heads, size, page_size, dtype, "cuda"))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=12, deadline=None)
-@given(tokens=st.integers(1, 70), heads=st.integers(1, 4), page_size=st.integers(1, 40), seed=st.integers(0, 2**16))
-def test_any_pages(backend: Backend, device: str, tokens: int, heads: int, page_size: int, seed: int) -> None:
+@given(
+    tokens=st.integers(1, 70),
+    heads=st.integers(1, 4),
+    page_size=st.integers(1, 40),
+    seed=st.integers(0, 2**16),
+)
+def test_any_pages(
+    backend: Backend, device: str, tokens: int, heads: int, page_size: int, seed: int
+) -> None:
     assert_written(problem(tokens, heads, 16, page_size, torch.float32, device, seed), backend)
 
 

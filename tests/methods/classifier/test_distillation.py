@@ -17,7 +17,11 @@ def random_targets(count: torch.Tensor, size: int, buckets: int) -> QueryTargets
     targets /= targets.sum(-1, keepdim=True)
     entropy = -torch.xlogy(targets, targets).sum(-1)
     return QueryTargets(
-        torch.randn(rows, size), targets, entropy, (count.flatten().cumsum(0) - count.flatten()).view_as(count), count
+        torch.randn(rows, size),
+        targets,
+        entropy,
+        (count.flatten().cumsum(0) - count.flatten()).view_as(count),
+        count,
     )
 
 
@@ -38,8 +42,12 @@ def test_sampled_rows_are_uniform_and_depend_on_the_layer_alone() -> None:
             seen = sampled[layer, head].bincount(minlength=int(count[layer, head])).double()
             assert len(seen) == count[layer, head]
             expected = 40_000 / len(seen)
-            assert ((seen - expected) ** 2 / expected).sum() < len(seen) + 5 * (2 * len(seen)) ** 0.5  # chi squared
-    assert both.sample_hashes.unique().numel() == both.sample_hashes.numel()  # every head has its own samples
+            # chi squared
+            assert ((seen - expected) ** 2 / expected).sum() < len(seen) + 5 * (
+                2 * len(seen)
+            ) ** 0.5
+    # every head has its own samples
+    assert both.sample_hashes.unique().numel() == both.sample_hashes.numel()
 
     own = QueryTargets(rows.queries, rows.targets, rows.entropy, rows.start[1:], rows.count[1:])
     alone = CachedBatches(own, [3], 400)
@@ -65,7 +73,8 @@ def test_loss_is_the_mean_divergence_and_its_gradient_that_of_the_sum(residual: 
     torch.testing.assert_close(torch.stack(list(outputs["parts"].values())), divergence.mean(-1))
     weights = [qmodel.weight_in, qmodel.weight_out, qmodel.gain]
     gradients, expected = (
-        torch.autograd.grad(loss, weights, retain_graph=True) for loss in (outputs["loss"], divergence.sum())
+        torch.autograd.grad(loss, weights, retain_graph=True)
+        for loss in (outputs["loss"], divergence.sum())
     )
     torch.testing.assert_close(gradients, expected)
 
@@ -75,7 +84,9 @@ def test_a_step_compiles_without_graph_breaks() -> None:
     distiller = Distiller(random_qmodel([0], residual=True), CachedBatches(rows, [0], 16))
     seeds = torch.tensor([3])
     eager = distiller(seeds)["loss"]
-    compiled = torch.compile(distiller, fullgraph=True, backend="aot_eager", dynamic=False)(seeds)["loss"]
+    compiled = torch.compile(distiller, fullgraph=True, backend="aot_eager", dynamic=False)(seeds)[
+        "loss"
+    ]
     torch.testing.assert_close(compiled, eager)
 
 
@@ -93,12 +104,18 @@ def test_routing_recall(per_query_head: bool) -> None:
     rows = random_targets(count, 6, 6)
     (metrics,) = routing_recall(qmodel, rows).values()
     names = ("qmodel", "kmeans", "oracle")
-    assert set(metrics) == {"heldout_loss"} | {f"recall_{name}@{probes}" for name in names for probes in (1, 2, 4)}
+    assert set(metrics) == {"heldout_loss"} | {
+        f"recall_{name}@{probes}" for name in names for probes in (1, 2, 4)
+    }
     head = torch.arange(heads).repeat_interleave(count[0])
     scores = (rows.queries[:, None] @ centroids[0, head])[:, 0]
-    divergence = torch.nn.functional.kl_div(scores.log_softmax(-1), rows.targets, reduction="batchmean")
+    divergence = torch.nn.functional.kl_div(
+        scores.log_softmax(-1), rows.targets, reduction="batchmean"
+    )
     assert metrics["heldout_loss"] == pytest.approx(divergence.item(), abs=1e-5)
     two = rows.targets.gather(-1, scores.topk(2).indices).sum(-1).mean().item()
     assert metrics["recall_kmeans@2"] == pytest.approx(two, abs=1e-5)
     assert metrics["recall_qmodel@2"] == pytest.approx(two, abs=1e-5)
-    assert metrics["recall_oracle@4"] == pytest.approx(rows.targets.topk(4).values.sum(-1).mean().item(), abs=1e-5)
+    assert metrics["recall_oracle@4"] == pytest.approx(
+        rows.targets.topk(4).values.sum(-1).mean().item(), abs=1e-5
+    )

@@ -1,4 +1,6 @@
-"""Spherical k-means: the batched engine against Faiss, k-means routing, and `fit-kmeans` on one and two ranks."""
+"""Spherical k-means: the batched engine against Faiss, k-means routing, and `fit-kmeans` on one and
+two ranks.
+"""
 
 import math
 import sys
@@ -73,7 +75,9 @@ def test_one_iteration_gives_the_normalized_mean_of_each_bucket() -> None:
     first = normalize(points[0, start], dim=-1)
     buckets = (points[0] @ first.T).argmax(-1)
     expected = normalize(torch.stack([points[0, buckets == c].mean(0) for c in range(10)]), dim=-1)
-    torch.testing.assert_close(batched_kmeans(points, 10, 1, seed=3)[0], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        batched_kmeans(points, 10, 1, seed=3)[0], expected, rtol=0, atol=1e-5
+    )
 
 
 EPS = 1 / 1024
@@ -84,7 +88,8 @@ HALVES = [[1 + EPS, 1 - EPS], [1 - EPS, 1 + EPS]]
     ("sums", "counts", "capacity", "expected"),
     [
         ([[4, 4], [0, 0], [0, 2]], [4, 0, 2], math.inf, [*HALVES, [0, 1]]),
-        ([[3, 3], [0, 0], [0, 0]], [3, 0, 0], math.inf, [HALVES[0], [9, 9], HALVES[1]]),  # no other full one is left to split
+        # no other full one is left to split
+        ([[3, 3], [0, 0], [0, 0]], [3, 0, 0], math.inf, [HALVES[0], [9, 9], HALVES[1]]),
         ([[6, 6], [1, 0], [0, 4]], [6, 1, 2], 6, [[1, 1], [1, 0], [0, 2]]),
         ([[6, 6], [1, 0], [0, 4]], [6, 1, 2], 5.9, [*HALVES, [0, 2]]),
     ],
@@ -92,13 +97,20 @@ HALVES = [[1 + EPS, 1 - EPS], [1 - EPS, 1 + EPS]]
 def test_the_fullest_bucket_is_split_for_an_empty_one_or_above_the_capacity(
     sums: list[list[int]], counts: list[int], capacity: float, expected: list[list[float]]
 ) -> None:
-    means = split_fullest(torch.tensor([sums]).float(), torch.tensor([counts]).float(), torch.full((1, 3, 2), 9.0), capacity)
+    means = split_fullest(
+        torch.tensor([sums]).float(),
+        torch.tensor([counts]).float(),
+        torch.full((1, 3, 2), 9.0),
+        capacity,
+    )
     torch.testing.assert_close(means, torch.tensor([expected]).float())
 
 
 @pytest.mark.parametrize("num_buckets", [16, 64])
 def test_balanced_buckets_are_more_even_at_nearly_the_same_objective(num_buckets: int) -> None:
-    """Half of the points are around one direction, so that dividing them takes centroids from the others."""
+    """Half of the points are around one direction, so that dividing them takes centroids from the
+    others.
+    """
     points, crowded = blobs(heads=4), blobs(heads=4, modes=1, seed=1)
     points = torch.cat([points, crowded], 1)
     cfg = KMeansConfig(num_buckets=num_buckets, engine="batched")
@@ -108,16 +120,24 @@ def test_balanced_buckets_are_more_even_at_nearly_the_same_objective(num_buckets
     torch.testing.assert_close(balanced.norm(dim=-1), torch.ones(4, num_buckets))
     excess = [sum(head["imbalance"] - 1 for head in stats) for stats in (before, after)]
     assert excess[1] < 0.6 * excess[0]
-    assert mean_objective(points, balanced) == pytest.approx(mean_objective(points, plain), rel=0.02)
+    assert mean_objective(points, balanced) == pytest.approx(
+        mean_objective(points, plain), rel=0.02
+    )
     assert all(head["empty_buckets"] == 0 for head in after)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"engine": "faiss", "balance": 1.5}, r"kmeans.balance=1.5: expected null with kmeans.engine=faiss"),
+        (
+            {"engine": "faiss", "balance": 1.5},
+            r"kmeans.balance=1.5: expected null with kmeans.engine=faiss",
+        ),
         ({"balance": 1}, r"kmeans.balance=1: expected a number in \(1, 1e6\], or null"),
-        ({"engine": "fais"}, r"kmeans.engine=fais: expected auto, batched, faiss \(did you mean faiss\?\)"),
+        (
+            {"engine": "fais"},
+            r"kmeans.engine=fais: expected auto, batched, faiss \(did you mean faiss\?\)",
+        ),
     ],
 )
 def test_settings_without_effect_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -128,7 +148,10 @@ def test_settings_without_effect_are_refused(settings: dict[str, Any], message: 
 class GpuFaiss:
     """Stands in for a Faiss with ``gpus`` GPUs; an index on a GPU is a tuple of how it was made."""
 
-    IndexFlatIP, StandardGpuResources = staticmethod(lambda size: ("flat", size)), staticmethod(lambda: "resources")
+    IndexFlatIP, StandardGpuResources = (
+        staticmethod(lambda size: ("flat", size)),
+        staticmethod(lambda: "resources"),
+    )
     index_cpu_to_gpu = staticmethod(lambda *arguments: ("gpu", *arguments))
 
     def __init__(self, gpus: int) -> None:
@@ -148,7 +171,9 @@ def test_non_finite_points_are_rejected() -> None:
     points = blobs(heads=1, num_points=50)
     points[0, 7, 3] = torch.inf
     for engine in ("batched", "faiss"):
-        with pytest.raises(UserError, match="dtype=float32: some of the model's keys are not finite"):
+        with pytest.raises(
+            UserError, match="dtype=float32: some of the model's keys are not finite"
+        ):
             fit_centroids(points, KMeansConfig(num_buckets=4, engine=engine), device=CPU, seed=0)
 
 
@@ -164,9 +189,14 @@ def test_gpu_objective_matches_the_cpu(dtype: torch.dtype) -> None:
 
 
 def test_auto_engine_progress_and_missing_faiss(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [resolve_engine(KMeansConfig(), device) for device in (CPU, CUDA)] == ["faiss", "batched"]
+    assert [resolve_engine(KMeansConfig(), device) for device in (CPU, CUDA)] == [
+        "faiss",
+        "batched",
+    ]
     assert resolve_engine(KMeansConfig(balance=1.5), CPU) == "batched"
-    assert [resolve_engine(KMeansConfig(engine=engine), CPU) for engine in ("batched", "faiss")] == ["batched", "faiss"]
+    assert [
+        resolve_engine(KMeansConfig(engine=engine), CPU) for engine in ("batched", "faiss")
+    ] == ["batched", "faiss"]
     points, done = blobs(heads=3, num_points=200), []
     for engine, function in (("faiss", faiss_kmeans), ("batched", batched_kmeans)):
         cfg = KMeansConfig(num_buckets=4, iterations=3, engine=engine)
@@ -176,9 +206,15 @@ def test_auto_engine_progress_and_missing_faiss(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setitem(sys.modules, "faiss", None)
     assert resolve_engine(KMeansConfig(), CUDA) == "batched"
-    with pytest.raises(UserError, match=r"auto on a CPU\): .* pip install 'msattn\[cpu\]', or use kmeans.engine=batched"):
+    with pytest.raises(
+        UserError,
+        match=r"auto on a CPU\): .* pip install 'msattn\[cpu\]', or use kmeans.engine=batched",
+    ):
         resolve_engine(KMeansConfig(), CPU)
-    with pytest.raises(UserError, match=r"kmeans.engine=faiss: .* pip install 'msattn\[gpu\]', or use kmeans.engine=batched"):
+    with pytest.raises(
+        UserError,
+        match=r"kmeans.engine=faiss: .* pip install 'msattn\[gpu\]', or use kmeans.engine=batched",
+    ):
         resolve_engine(KMeansConfig(engine="faiss"), CUDA)
     with pytest.raises(UserError, match=r"kmeans.engine=faiss .* pip install 'msattn\[cpu\]'"):
         faiss_kmeans(points, 4, 1, 0)
@@ -221,8 +257,18 @@ def settings(folder: Path) -> list[str]:
     """Returns the overrides of a job on the embedded model."""
     text = folder / "text.txt"
     text.write_text(" ".join(f"word {i * i % 997}" for i in range(400)))
-    shared = ["device=cpu", "data=text", f"data.path={text}", "data.seq_len=96", "tracker=none", f"outputs={folder}/outputs"]
-    return shared + [f"kmeans.{each}" for each in ("engine=batched", "num_buckets=8", "num_prompts=2", "iterations=3")]
+    shared = [
+        "device=cpu",
+        "data=text",
+        f"data.path={text}",
+        "data.seq_len=96",
+        "tracker=none",
+        f"outputs={folder}/outputs",
+    ]
+    return shared + [
+        f"kmeans.{each}"
+        for each in ("engine=batched", "num_buckets=8", "num_prompts=2", "iterations=3")
+    ]
 
 
 def start(folder: Path, *arguments: str) -> Job:
@@ -261,7 +307,10 @@ def test_a_killed_job_of_two_ranks_resumes(tmp_path: Path, alone: artifacts.Arti
     lines = (tmp_path / "outputs/tiny/base/runs/kmeans/metrics.jsonl").read_text()
     assert lines.count('"step"') == len(manifest["details"]["layers"])
     centroids = alone.tensors["centroids"]
-    assert all(torch.equal(part, centroids[int(name.removeprefix("layer_"))]) for name, part in kept.items())
+    assert all(
+        torch.equal(part, centroids[int(name.removeprefix("layer_"))])
+        for name, part in kept.items()
+    )
 
 
 @pytest.mark.parametrize("together", [1, FEW_KEYS])
@@ -289,10 +338,17 @@ def test_kmeans_routing_matches_plain_products(rope: bool) -> None:
     q_before, q_after = torch.randn(2, 6, 1, 8), torch.randn(2, 6, 1, 8)
     queries = (q_after if rope else q_before)[:, :, 0].double()
     scores = kmeans.scores(1, q_before, q_after)
-    expected = torch.stack([(queries[:, 2 * h : 2 * h + 2] @ centroids[0, h].double().T).sum(1) for h in range(3)], dim=1)
+    expected = torch.stack(
+        [(queries[:, 2 * h : 2 * h + 2] @ centroids[0, h].double().T).sum(1) for h in range(3)],
+        dim=1,
+    )
     torch.testing.assert_close(scores.double(), expected, rtol=0, atol=1e-5)
-    head_expected = torch.stack([queries[:, h] @ centroids[0, h // 2].double().T for h in range(6)], dim=1)
-    torch.testing.assert_close(kmeans.head_scores(1, q_before, q_after).double(), head_expected, rtol=0, atol=1e-5)
+    head_expected = torch.stack(
+        [queries[:, h] @ centroids[0, h // 2].double().T for h in range(6)], dim=1
+    )
+    torch.testing.assert_close(
+        kmeans.head_scores(1, q_before, q_after).double(), head_expected, rtol=0, atol=1e-5
+    )
     with pytest.raises(ValueError, match=r"layer=2: this router holds layers \[1, 4\]"):
         kmeans.scores(2, q_before, q_after)
 

@@ -1,4 +1,6 @@
-"""Query classifiers: the batched form against one MLP per head, and folded weights against evaluation mode."""
+"""Query classifiers: the batched form against one MLP per head, and folded weights against
+evaluation mode.
+"""
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ LAYERS, KV_HEADS, GROUP, DIM, HIDDEN, BUCKETS = 2, 2, 3, 8, 12, 5
 
 def qmodel(per_query_head: bool = False, rope: bool = False, residual: bool = False) -> QModel:
     partition = random_partition(BUCKETS, layers=[0, 3], heads=KV_HEADS, size=DIM, rope=rope)
-    router = QModel(partition, KV_HEADS * (GROUP if per_query_head else 1), HIDDEN, residual=residual)
+    router = QModel(
+        partition, KV_HEADS * (GROUP if per_query_head else 1), HIDDEN, residual=residual
+    )
     for parameter in (router.gain, router.shift, router.bias_out):
         nn.init.normal_(parameter)
     return router
@@ -20,7 +24,12 @@ def qmodel(per_query_head: bool = False, rope: bool = False, residual: bool = Fa
 
 def plain_mlp(batched: QModel, layer: int, head: int) -> nn.Sequential:
     """Returns one classifier as a module of PyTorch layers."""
-    mlp = nn.Sequential(nn.Linear(DIM, HIDDEN, bias=False), nn.BatchNorm1d(HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, BUCKETS))
+    mlp = nn.Sequential(
+        nn.Linear(DIM, HIDDEN, bias=False),
+        nn.BatchNorm1d(HIDDEN),
+        nn.ReLU(),
+        nn.Linear(HIDDEN, BUCKETS),
+    )
     linear_in, norm, _, linear_out = mlp
     assert isinstance(linear_in, nn.Linear)
     assert isinstance(norm, nn.BatchNorm1d)
@@ -36,7 +45,9 @@ def plain_mlp(batched: QModel, layer: int, head: int) -> nn.Sequential:
 
 def test_batched_matches_one_mlp_per_head_in_training_and_evaluation() -> None:
     batched = qmodel().train()
-    mlps = [[plain_mlp(batched, layer, head) for head in range(KV_HEADS)] for layer in range(LAYERS)]
+    mlps = [
+        [plain_mlp(batched, layer, head) for head in range(KV_HEADS)] for layer in range(LAYERS)
+    ]
     for rows, training in ((40, True), (25, True), (7, False), (1, False)):
         batched.train(training)
         queries = torch.randn(LAYERS, KV_HEADS, rows, DIM)
@@ -52,12 +63,17 @@ def test_batched_matches_one_mlp_per_head_in_training_and_evaluation() -> None:
     [(False, False, False), (False, True, True), (True, False, True), (True, True, False)],
 )
 @torch.no_grad()
-def test_scores_are_probabilities_summed_over_the_query_group(per_query_head: bool, rope: bool, residual: bool) -> None:
+def test_scores_are_probabilities_summed_over_the_query_group(
+    per_query_head: bool, rope: bool, residual: bool
+) -> None:
     router = qmodel(per_query_head, rope, residual)
     router.mean.normal_()
     router.variance.uniform_(0.5, 2)
     router.eval()
-    before, after = torch.randn(2, KV_HEADS * GROUP, 1, DIM), torch.randn(2, KV_HEADS * GROUP, 1, DIM)
+    before, after = (
+        torch.randn(2, KV_HEADS * GROUP, 1, DIM),
+        torch.randn(2, KV_HEADS * GROUP, 1, DIM),
+    )
     scores = router.scores(3, before, after)
     assert scores.shape == (2, KV_HEADS, BUCKETS)
     assert scores.dtype == torch.float32
@@ -65,12 +81,18 @@ def test_scores_are_probabilities_summed_over_the_query_group(per_query_head: bo
 
     queries = (after if rope else before)[:, :, 0]
     per_head = 1 if per_query_head else GROUP
-    rows = queries.transpose(0, 1).reshape(-1, per_head * 2, DIM)  # [H, queries per classifier * B, D]
+    # [H, queries per classifier * B, D]
+    rows = queries.transpose(0, 1).reshape(-1, per_head * 2, DIM)
     probs = router(rows.expand(LAYERS, -1, -1, -1))[1].softmax(-1)
     expected = probs.reshape(KV_HEADS, GROUP, 2, BUCKETS).sum(1).transpose(0, 1)
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-6)
     head_scores = router.head_scores(3, before, after)
-    torch.testing.assert_close(head_scores, probs.reshape(KV_HEADS * GROUP, 2, BUCKETS).transpose(0, 1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        head_scores,
+        probs.reshape(KV_HEADS * GROUP, 2, BUCKETS).transpose(0, 1),
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 @torch.no_grad()
@@ -83,7 +105,8 @@ def test_folded_weights_are_dropped_by_train_and_to() -> None:
     after = router.eval().scores(0, query, query)
     assert not torch.allclose(before, after)
     half = router.scores(0, query.half(), query.half())
-    torch.testing.assert_close(half, after, rtol=0, atol=2e-2)  # fp16 products: logits of about 5 are off by 5e-3
+    # fp16 products: logits of about 5 are off by 5e-3
+    torch.testing.assert_close(half, after, rtol=0, atol=2e-2)
     double = router.double().scores(0, query.double(), query.double())
     torch.testing.assert_close(double, after, rtol=0, atol=1e-5)
 

@@ -1,4 +1,6 @@
-"""The paper's recipes for Llama-3.1-8B: their settings, and runs of them on a random toy of the same architecture."""
+"""The paper's recipes for Llama-3.1-8B: their settings, and runs of them on a random toy of the
+same architecture.
+"""
 
 import csv
 from pathlib import Path
@@ -38,15 +40,41 @@ def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("recipe", "length"), RECIPES.items())
 def test_a_recipe_has_the_settings_of_the_paper(recipe: str, length: int) -> None:
-    partition, classifier = (compose(command, [f"experiment={recipe}"]) for command in ("fit-kmeans", "train-qmodel"))
+    partition, classifier = (
+        compose(command, [f"experiment={recipe}"]) for command in ("fit-kmeans", "train-qmodel")
+    )
     assert partition.folder == classifier.folder, "train-qmodel must find the k-means"
     for cfg in (partition, classifier):
-        assert (cfg.model.path, cfg.data.seq_len, cfg.data.num_chunks) == ("meta-llama/Llama-3.1-8B", length, 40)
+        assert (cfg.model.path, cfg.data.seq_len, cfg.data.num_chunks) == (
+            "meta-llama/Llama-3.1-8B",
+            length,
+            40,
+        )
     kmeans, qmodel, train = partition.kmeans, classifier.qmodel, classifier.train
-    assert (kmeans.num_buckets, kmeans.iterations, kmeans.num_prompts, kmeans.points_per_bucket) == (1024, 10, 40, 256)
-    assert (qmodel.source, qmodel.num_prompts, qmodel.batch_queries, qmodel.hidden) == ("online", 40, 1000, 1024)
-    assert (qmodel.heads, qmodel.long_range, qmodel.causal, qmodel.min_distance) == ("kv", 1024, False, None)
-    assert (train.lr, train.steps, train.schedule, train.batch_size) == (1e-5, 40_000, "constant", 1)
+    assert (
+        kmeans.num_buckets,
+        kmeans.iterations,
+        kmeans.num_prompts,
+        kmeans.points_per_bucket,
+    ) == (1024, 10, 40, 256)
+    assert (qmodel.source, qmodel.num_prompts, qmodel.batch_queries, qmodel.hidden) == (
+        "online",
+        40,
+        1000,
+        1024,
+    )
+    assert (qmodel.heads, qmodel.long_range, qmodel.causal, qmodel.min_distance) == (
+        "kv",
+        1024,
+        False,
+        None,
+    )
+    assert (train.lr, train.steps, train.schedule, train.batch_size) == (
+        1e-5,
+        40_000,
+        "constant",
+        1,
+    )
     presets = compose("eval", [f"experiment={recipe}"]).model.presets
     assert (presets.probes, presets.recent) == (32, 2047)
 
@@ -56,27 +84,53 @@ PARTITIONS = [f"rope-{rope}_balance-{balance}" for rope in (False, True) for bal
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_start")
-def test_classifiers_over_keys_after_rope_and_over_balanced_buckets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partitions, classifiers and their evaluation: each classifier reads as its partition was made. Half of them, for time."""
+def test_classifiers_over_keys_after_rope_and_over_balanced_buckets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Partitions, classifiers and their evaluation: each classifier reads as its partition was
+    made. Half of them, for time.
+    """
     prepare(tmp_path, monkeypatch)
     sizes = [*TOY, "data.seq_len=256", "model.presets.recent=32", "data.needles=false"]
-    measured = ["eval.needle.samples=1", "eval.needle.depths=[0.5]", "eval.recall.num_chunks=1", "eval.recall.num_queries=8"]
+    measured = [
+        "eval.needle.samples=1",
+        "eval.needle.depths=[0.5]",
+        "eval.recall.num_chunks=1",
+        "eval.recall.num_queries=8",
+    ]
     balanced = [name for name in PARTITIONS if "1.5" in name]
     swept = f"name={','.join(balanced)}"
     succeed("fit-kmeans", "-m", "experiment=partitions", *sizes, "kmeans.balance=1.5")
     succeed("train-qmodel", "-m", "experiment=partitions_classifiers", *sizes, swept)
-    succeed("eval", "-m", "experiment=partitions_eval", *sizes, *measured, "eval.key_shares=[0.5]", swept)
+    succeed(
+        "eval",
+        "-m",
+        "experiment=partitions_eval",
+        *sizes,
+        *measured,
+        "eval.key_shares=[0.5]",
+        swept,
+    )
     for name in balanced:
-        partition, classifier = (artifacts.read(f"outputs/tiny/{name}/{kind}").manifest for kind in ("kmeans", "qmodel"))
+        partition, classifier = (
+            artifacts.read(f"outputs/tiny/{name}/{kind}").manifest for kind in ("kmeans", "qmodel")
+        )
         details, rope = partition["details"], "True" in name
         assert (details["rope"], details["balance"]) == (rope, 1.5)
-        assert (classifier["details"]["rope"], classifier["details"]["kmeans_hash"]) == (rope, partition["content_hash"])
+        assert (classifier["details"]["rope"], classifier["details"]["kmeans_hash"]) == (
+            rope,
+            partition["content_hash"],
+        )
         assert classifier["details"]["thresholds"]["shares"]
         with (Path("outputs/tiny") / name / "eval/results.csv").open() as file:
             lines = list(csv.DictReader(file))
         suffix = ", RoPE" * rope
         methods = {line["method"] for line in lines if line["setting"] == "about 50 % of keys"}
         assert methods >= {f"classifier{suffix}", f"k-means{suffix}", "Quest pages"}
-        calibrated = [float(line["selectivity"]) for line in lines if line["method"] == f"classifier{suffix}, calibrated"]
+        calibrated = [
+            float(line["selectivity"])
+            for line in lines
+            if line["method"] == f"classifier{suffix}, calibrated"
+        ]
         assert len(calibrated) == 4, "two shares of the keys in each task"
         assert all(0 < share < 1 for share in calibrated)

@@ -34,10 +34,14 @@ def rotated(y: Tensor, inv_freq: Tensor, position: int) -> Tensor:
 
 
 def topical_tokens(batch: int, blocks: int, seed: int) -> Tensor:
-    """Blocks with one of 30 topics of two tokens, so that even the attention of a random model prefers some blocks."""
+    """Blocks with one of 30 topics of two tokens, so that even the attention of a random model
+    prefers some blocks.
+    """
     generator = torch.Generator().manual_seed(seed)
     topics = torch.randint(0, 30, (batch, blocks, 1), generator=generator)
-    return (1 + 4 * topics + torch.randint(0, 2, (batch, blocks, BLOCK), generator=generator)).flatten(1)
+    return (
+        1 + 4 * topics + torch.randint(0, 2, (batch, blocks, BLOCK), generator=generator)
+    ).flatten(1)
 
 
 def decode_config(**changes: Any) -> GateConfig:
@@ -45,7 +49,9 @@ def decode_config(**changes: Any) -> GateConfig:
 
 
 def random_decode_gate(cfg: GateConfig | None = None, std: float = 0.3, **sizes: Any) -> DecodeGate:
-    """Gates with random weights, instead of the scaled identities of initialization; always the same ones."""
+    """Gates with random weights, instead of the scaled identities of initialization; always the
+    same ones.
+    """
     gate = DecodeGate.build(tiny_config(**sizes), cfg or decode_config())
     generator = torch.Generator().manual_seed(5)
     for parameter in gate.parameters():

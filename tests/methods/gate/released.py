@@ -18,23 +18,41 @@ SIZE, HEADS, KV_HEADS = 16, 4, 2
 
 
 def released(
-    folder: Path, family: str = "llama", rope: str = "default", hidden: int = SIZE, pools: str = "Qavg_Kmaxminavg", **keys: Any
+    folder: Path,
+    family: str = "llama",
+    rope: str = "default",
+    hidden: int = SIZE,
+    pools: str = "Qavg_Kmaxminavg",
+    **keys: Any,
 ) -> dict[str, Tensor]:
     """Writes a folder of the layout of gates for prefill with random weights, and returns them."""
-    q_pools, k_pools = (len(part) // 3 for part in (pools.split("_")[0][1:], pools.split("_")[1][1:]))
+    q_pools, k_pools = (
+        len(part) // 3 for part in (pools.split("_")[0][1:], pools.split("_")[1][1:])
+    )
     double = q_pools > 1 or hidden != SIZE or keys.get("seerattn_gate_force_double", False)
     tensors = {}
     for layer in range(2):
         name = f"model.layers.{layer}.self_attn.attn_gate"
-        tensors[f"{name}.mask_linear_k.weight"] = torch.randn(KV_HEADS if double else HEADS, k_pools * SIZE, hidden) / 4
+        tensors[f"{name}.mask_linear_k.weight"] = (
+            torch.randn(KV_HEADS if double else HEADS, k_pools * SIZE, hidden) / 4
+        )
         if double:
             tensors[f"{name}.mask_linear_q.weight"] = torch.randn(HEADS, q_pools * SIZE, hidden) / 4
-    own = {"seerattn_gate_type": pools, "seerattn_gate_force_double": False, "seerattn_threshold": 0.0}
+    own = {
+        "seerattn_gate_type": pools,
+        "seerattn_gate_force_double": False,
+        "seerattn_threshold": 0.0,
+    }
     return write(folder, family, rope, hidden, own | keys, tensors)
 
 
 def write(
-    folder: Path, family: str, rope: str, hidden: int, keys: dict[str, Any], tensors: dict[str, Tensor]
+    folder: Path,
+    family: str,
+    rope: str,
+    hidden: int,
+    keys: dict[str, Any],
+    tensors: dict[str, Tensor],
 ) -> dict[str, Tensor]:
     """Writes weights in bfloat16, and a configuration with ``keys``; returns the weights."""
     folder.mkdir(exist_ok=True)
@@ -49,10 +67,14 @@ def write(
 
 
 def their_rope(family: str, rope: str, hidden: int) -> tuple[Tensor, float]:
-    """Angles of a step of one token for gates of this width, and the factor of what is rotated, which YaRN has."""
+    """Angles of a step of one token for gates of this width, and the factor of what is rotated,
+    which YaRN has.
+    """
     angles = 1 / 10000.0 ** (torch.arange(0, hidden, 2) / hidden)
     if rope in ("llama3", "yarn"):  # their definition is transformers' own
-        angles, factor = ROPE_INIT_FUNCTIONS[rope](tiny_config(family, rope, head_dim=hidden), "cpu")
+        angles, factor = ROPE_INIT_FUNCTIONS[rope](
+            tiny_config(family, rope, head_dim=hidden), "cpu"
+        )
         assert (factor > 1.1) == (rope == "yarn")
         return angles.double(), factor
     return {"default": angles, "linear": angles / 2, "none": 0 * angles}[rope].double(), 1.0
@@ -65,11 +87,15 @@ def pooled(block: Tensor, pools: str) -> Tensor:
 
 def edited(folder: Path, **keys: Any) -> None:
     document = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in (document | keys).items() if v is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({k: v for k, v in (document | keys).items() if v is not None})
+    )
 
 
 def assert_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, message: str) -> None:
-    """Asserts that gates in ``folder / "theirs"`` are refused in one line; nothing is written and no code runs."""
+    """Asserts that gates in ``folder / "theirs"`` are refused in one line; nothing is written and
+    no code runs.
+    """
     monkeypatch.chdir(folder)
     with pytest.raises(UserError) as refused:
         import_gate("theirs", folder / "gate")

@@ -1,4 +1,6 @@
-"""AttnGate: scores against plain loops, padding, loss, training, calibrated thresholds, artifact."""
+"""AttnGate: scores against plain loops, padding, loss, training, calibrated thresholds,
+artifact.
+"""
 
 import itertools
 from dataclasses import replace
@@ -23,7 +25,14 @@ from msattn.trainer.models import rope
 from msattn.trainer.models.tap import LayerInputs
 from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_config, tiny_model
 from tests.kernels.shared import BACKENDS
-from tests.methods.gate.random_gates import BLOCK, FUNCTIONS, config, noisy_gate, rotated, topical_tokens
+from tests.methods.gate.random_gates import (
+    BLOCK,
+    FUNCTIONS,
+    config,
+    noisy_gate,
+    rotated,
+    topical_tokens,
+)
 from tests.methods.layers import geometry, layer_inputs
 from tests.sparse import save
 
@@ -37,7 +46,11 @@ def scores_in_loops(gate: Gate, x: LayerInputs) -> Tensor:
     def project(weight: Tensor, tokens: list[Tensor], pools: list[str], block: int) -> Tensor:
         part = slice(block * BLOCK, (block + 1) * BLOCK)
         pooled = torch.cat([FUNCTIONS[pool](t[part]) for t in tokens for pool in pools])
-        return rotated(weight @ pooled, gate.inv_freq, block * BLOCK) if cfg.rope is True else weight @ pooled
+        return (
+            rotated(weight @ pooled, gate.inv_freq, block * BLOCK)
+            if cfg.rope is True
+            else weight @ pooled
+        )
 
     blocks = -(-x.num_queries // BLOCK)
     scores = torch.zeros(layer.heads, blocks, blocks)
@@ -47,10 +60,16 @@ def scores_in_loops(gate: Gate, x: LayerInputs) -> Tensor:
         keys = [k[0, h // group if per_gate == 1 else h]]
         for r in range(blocks):
             gate_q = project(layer.query_weight[h], queries, cfg.q_pool, r)
-            logits = torch.stack([gate_q @ project(layer.key_weight[h], keys, cfg.k_pool, c) for c in range(r + 1)])
-            mean_q = x.q[0, h * per_gate : (h + 1) * per_gate, r * BLOCK : (r + 1) * BLOCK].mean((0, 1))
+            logits = torch.stack(
+                [gate_q @ project(layer.key_weight[h], keys, cfg.k_pool, c) for c in range(r + 1)]
+            )
+            mean_q = x.q[0, h * per_gate : (h + 1) * per_gate, r * BLOCK : (r + 1) * BLOCK].mean(
+                (0, 1)
+            )
             key_head = h // group if per_gate == 1 else h
-            mean_k = torch.stack([x.k[0, key_head, c * BLOCK : (c + 1) * BLOCK].mean(0) for c in range(r + 1)])
+            mean_k = torch.stack(
+                [x.k[0, key_head, c * BLOCK : (c + 1) * BLOCK].mean(0) for c in range(r + 1)]
+            )
             means = cast(float, gate.cfg.mean_weight) * x.scale * (mean_k @ mean_q)
             scores[h, r, : r + 1] = (logits / layer.hidden**0.5 + means).softmax(0)
     return scores[None]
@@ -89,7 +108,9 @@ def test_padding_does_not_change_scores(heads):
         for x, alone in zip(padded, inputs_of_layers(model, row[None]), strict=True):
             scores, expected = gate.scores(x), gate.scores(alone)
             blocks = expected.shape[-1]
-            torch.testing.assert_close(scores[b : b + 1, :, :blocks, :blocks], expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(
+                scores[b : b + 1, :, :blocks, :blocks], expected, rtol=1e-4, atol=1e-5
+            )
             assert (scores[b, :, blocks:] == 0).all()
 
 
@@ -131,7 +152,9 @@ def test_gate_rope_uses_the_models_frequencies_without_attention_factor(rope_typ
 def test_scores_need_every_key_before_rope():
     gate = noisy_gate(config())
     x = inputs_of_layers(tiny_model(), random_tokens(1, 40))[0]
-    cached = LayerInputs(**{**vars(x), "k": torch.cat([x.k, x.k], 2), "v": torch.cat([x.v, x.v], 2)})
+    cached = LayerInputs(
+        **{**vars(x), "k": torch.cat([x.k, x.k], 2), "v": torch.cat([x.v, x.v], 2)}
+    )
     with pytest.raises(ValueError, match="num_keys=80"):
         gate.scores(cached)
 
@@ -168,7 +191,9 @@ def test_loss_is_the_mean_over_rows_with_visible_blocks(loss, skip_rows, padding
     (gradient,) = torch.autograd.grad(value, logits)
     assert gradient.isfinite().all()
     assert (gradient.masked_select(~visible.expand_as(gradient)) == 0).all()
-    assert gate_loss(logits * 1e4, pooled, visible, config(loss=loss)).isfinite(), "confident wrong scores"
+    assert gate_loss(logits * 1e4, pooled, visible, config(loss=loss)).isfinite(), (
+        "confident wrong scores"
+    )
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, for infinities
@@ -176,7 +201,9 @@ def test_loss_is_the_mean_over_rows_with_visible_blocks(loss, skip_rows, padding
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_loss_of_an_overflow_is_not_finite(loss, backend, steady_device):
     """The training loop then stops; a target of zeros would be learned."""
-    q, k, v = testing.random_qkv(1, 4, 2, 72, head_size=16, dtype=torch.float16, device=steady_device)
+    q, k, v = testing.random_qkv(
+        1, 4, 2, 72, head_size=16, dtype=torch.float16, device=steady_device
+    )
     k[0, 0, 40] = 1e5  # infinite in fp16
     pooled = maxpool_attention(q, k, v, block_size=BLOCK, backend=backend).pooled
     visible, _ = geometry(72, 72, None)
@@ -184,21 +211,31 @@ def test_the_loss_of_an_overflow_is_not_finite(loss, backend, steady_device):
     assert not gate_loss(logits, pooled, visible.to(steady_device), config(loss=loss)).isfinite()
 
 
-@pytest.mark.parametrize(("heads", "target"), [("query", "max"), ("kv", "mass"), ("query", "mean_mass")])
+@pytest.mark.parametrize(
+    ("heads", "target"), [("query", "max"), ("kv", "mass"), ("query", "mean_mass")]
+)
 def test_precomputed_gradients_equal_autograd(heads, target):
-    model, ids, cfg = tiny_model(), random_tokens(2, 71), config(heads=heads, loss="kl", target=target)
+    model, ids, cfg = (
+        tiny_model(),
+        random_tokens(2, 71),
+        config(heads=heads, loss="kl", target=target),
+    )
     gate = noisy_gate(cfg)
     outputs = GateDistiller(gate, model)(ids)
     (outputs["loss"] * 0.5).backward()
     precomputed = [parameter.grad for parameter in gate.parameters()]
     total = torch.zeros(())
     for x in inputs_of_layers(model, ids):
-        pooled = maxpool_attention(x.q, x.k, x.v, block_size=BLOCK, pool=target, scale=x.scale).pooled
+        pooled = maxpool_attention(
+            x.q, x.k, x.v, block_size=BLOCK, pool=target, scale=x.scale
+        ).pooled
         loss = gate_loss(gate.logits(x), pooled, visible_blocks(x, cfg.sizes), cfg)
         torch.testing.assert_close(outputs["parts"][f"layer {x.layer}"], loss.detach())
         total = total + loss
     torch.testing.assert_close(outputs["loss"], total)
-    for ours, plain in zip(precomputed, torch.autograd.grad(total, list(gate.parameters())), strict=True):
+    for ours, plain in zip(
+        precomputed, torch.autograd.grad(total, list(gate.parameters())), strict=True
+    ):
         torch.testing.assert_close(ours, plain * 0.5)
 
 
@@ -216,7 +253,8 @@ def test_distiller_saves_and_trains_only_the_gate():
 @pytest.mark.parametrize("loss", ["mse", "kl"])
 def test_training_closes_the_gap_to_the_recall_of_the_oracle(loss):
     model = tiny_model(initializer_range=0.3)
-    gate = noisy_gate(config(loss=loss, q_pool=["avg"], k_pool=["avg"], mean_weight=0.0), std=0.1)  # of what it learns alone
+    # of what it learns alone
+    gate = noisy_gate(config(loss=loss, q_pool=["avg"], k_pool=["avg"], mean_weight=0.0), std=0.1)
     gate.always = AlwaysRead(0, 0)  # else a row of 16 blocks reads no others at 80 %
     chunks = [{"input_ids": row} for row in topical_tokens(2, 16, seed=1)]
     untrained = gate_recall(gate, model, chunks)
@@ -244,25 +282,39 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
     ids = topical_tokens(4, 40, seed=2)
     chunks = [{"input_ids": row} for row in ids]
     gate.thresholds = gate_thresholds(gate, model, chunks, Allocation(floor))
-    selection = Selection.from_config(SelectConfig(policy="calibrated", scores="gate", sparsity=sparsity), gate)
+    selection = Selection.from_config(
+        SelectConfig(policy="calibrated", scores="gate", sparsity=sparsity), gate
+    )
     candidates = candidate_blocks(layer_inputs(40 * BLOCK), BlockSizes(BLOCK, BLOCK))
     for x in inputs_of_layers(model, ids):
         mask = selection.blocks(x)
-        # A prompt of so few blocks reads up to 4 % more; between sparsities of the grid, a threshold is interpolated.
-        assert 1 - mask.sum() / (candidates.visible.sum() * 16) == pytest.approx(sparsity - 0.015, abs=0.025)
-        assert (TopK(sparsity=min(1 - (1 - sparsity) * floor, 0.9999))(GateScores(gate)(x), candidates) <= mask).all()
+        # A prompt of so few blocks reads up to 4 % more; between sparsities of the grid, a
+        # threshold is interpolated.
+        assert 1 - mask.sum() / (candidates.visible.sum() * 16) == pytest.approx(
+            sparsity - 0.015, abs=0.025
+        )
+        assert (
+            TopK(sparsity=min(1 - (1 - sparsity) * floor, 0.9999))(GateScores(gate)(x), candidates)
+            <= mask
+        ).all()
         counts = mask.sum((0, 2, 3))
         assert sparsity == 0 or counts.min() < counts.max()  # budgets differ between heads
 
 
 def test_one_threshold_for_all_layers_realises_the_mean_sparsity_over_layers():
-    model, gate, ids = tiny_model(initializer_range=0.3), noisy_gate(config(), std=0.2), topical_tokens(4, 40, seed=2)
+    model, gate, ids = (
+        tiny_model(initializer_range=0.3),
+        noisy_gate(config(), std=0.2),
+        topical_tokens(4, 40, seed=2),
+    )
     with torch.no_grad():  # flat scores in the last layer, which then reads more
         gate.get_parameter("layers.1.query_weight").mul_(0.5)
     gate.thresholds = gate_thresholds(gate, model, [{"input_ids": row} for row in ids])
     for scores, table in gate.thresholds.items():
         assert table.layers[0] == table.layers[1]
-        selection = Selection.from_config(SelectConfig(policy="calibrated", scores=scores, sparsity=0.7), gate)
+        selection = Selection.from_config(
+            SelectConfig(policy="calibrated", scores=scores, sparsity=0.7), gate
+        )
         visible = geometry(40 * BLOCK, 40 * BLOCK, None)[0].sum() * 16
         read = [selection.blocks(x).sum() / visible for x in inputs_of_layers(model, ids)]
         assert sum(read) / 2 == pytest.approx(0.31, abs=0.02)
@@ -273,12 +325,18 @@ def test_calibrated_thresholds_hold_for_the_blocks_that_were_always_read():
     model, gate = tiny_model(), noisy_gate(config())
     gate.always = AlwaysRead(2, 1)
     gate.thresholds = gate_thresholds(gate, model, [{"input_ids": random_tokens(1, 400)[0]}])
-    assert Selection.from_config(SelectConfig("calibrated"), gate).always == AlwaysRead(2, 1, short_rows=16)
+    assert Selection.from_config(SelectConfig("calibrated"), gate).always == AlwaysRead(
+        2, 1, short_rows=16
+    )
     with pytest.raises(
-        UserError, match=r"^select.sink_blocks=1: the gate was calibrated with 2; select.policy=topk accepts any"
+        UserError,
+        match=r"^select.sink_blocks=1: the gate was calibrated with 2; select.policy=topk accepts "
+        r"any",
     ):
         Selection.from_config(SelectConfig("calibrated", sink_blocks=1), gate)
-    assert Selection.from_config(SelectConfig("topk", sink_blocks=0), gate).always == AlwaysRead(0, 1)
+    assert Selection.from_config(SelectConfig("topk", sink_blocks=0), gate).always == AlwaysRead(
+        0, 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -289,7 +347,9 @@ def test_calibrated_thresholds_hold_for_the_blocks_that_were_always_read():
         ("thresholds", "no key thresholds"),
     ],
 )
-def test_an_artifact_without_what_its_scores_depend_on_is_refused(tmp_path, monkeypatch, missing, says):
+def test_an_artifact_without_what_its_scores_depend_on_is_refused(
+    tmp_path, monkeypatch, missing, says
+):
     gate = noisy_gate(config(target="mass"))
     details = gate.details()
     del (details if missing == "thresholds" else details["gate"])[missing]
@@ -299,7 +359,8 @@ def test_an_artifact_without_what_its_scores_depend_on_is_refused(tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"heads": "kv", "hidden": 8, "q_pool": ["avg", "max"], "loss": "kl", "target": "mass"}]
+    "changes",
+    [{}, {"heads": "kv", "hidden": 8, "q_pool": ["avg", "max"], "loss": "kl", "target": "mass"}],
 )
 def test_a_loaded_artifact_is_the_same_gate(tmp_path, changes):
     gate = noisy_gate(config(**changes), "llama3")

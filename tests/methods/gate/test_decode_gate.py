@@ -1,4 +1,6 @@
-"""Decode gates: scores and targets against plain fp64 computations, training, calibrated thresholds, artifact."""
+"""Decode gates: scores and targets against plain fp64 computations, training, calibrated
+thresholds, artifact.
+"""
 
 import re
 from dataclasses import replace
@@ -30,7 +32,13 @@ from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.loading import load_router
 from msattn.trainer.serving.options import QMODEL
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
-from tests.methods.gate.random_gates import BLOCK, FUNCTIONS, decode_config, random_decode_gate, rotated
+from tests.methods.gate.random_gates import (
+    BLOCK,
+    FUNCTIONS,
+    decode_config,
+    random_decode_gate,
+    rotated,
+)
 from tests.sparse import save
 
 
@@ -39,11 +47,15 @@ def normalized(y: Tensor, weight: Tensor) -> Tensor:
 
 
 def scores_in_loops(gate: DecodeGate, x: LayerInputs, query: int, position: int) -> Tensor:
-    """Scores ``[Hkv, Tc]`` before softmax of one unpadded sequence by the definition, in loops over blocks and heads."""
+    """Scores ``[Hkv, Tc]`` before softmax of one unpadded sequence by the definition, in loops over
+    blocks and heads.
+    """
     weights: Any = gate.gates[x.layer]
     group, cfg, found = x.q_nope.shape[1] // gate.kv_heads, gate.cfg, []
     for h in range(gate.kv_heads):
-        y = weights.query_weight[h] @ torch.cat([x.q_nope[0, h * group + i, query] for i in range(group)])
+        y = weights.query_weight[h] @ torch.cat(
+            [x.q_nope[0, h * group + i, query] for i in range(group)]
+        )
         y = normalized(y, weights.query_norm[h]) if cfg.qk_norm else y
         gate_q = rotated(y, gate.inv_freq, position) if cfg.rope else y
         for c, block in enumerate(x.k_nope[0, h].split(BLOCK)):
@@ -58,15 +70,27 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def inputs(q: Tensor, k: Tensor, start: Tensor | None = None, q_nope: Tensor | None = None) -> LayerInputs:
-    """Inputs of layer 1, in which queries before RoPE are ``q_nope`` and keys before RoPE the negative keys."""
+def inputs(
+    q: Tensor, k: Tensor, start: Tensor | None = None, q_nope: Tensor | None = None
+) -> LayerInputs:
+    """Inputs of layer 1, in which queries before RoPE are ``q_nope`` and keys before RoPE the
+    negative keys.
+    """
     return LayerInputs(1, q, k, k, q if q_nope is None else q_nope, -k, q, q, 0.25, start, None)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(7, 1), (4, 2)])
-@pytest.mark.parametrize("changes", [{}, {"hidden": 8}, {"qk_norm": True}, {"rope": False, "k_pool": ["avg"]}], ids=str)
-def test_scores_equal_plain_loops_in_fp64(heads: int, kv_heads: int, changes: dict[str, Any]) -> None:
-    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 16 * heads}
+@pytest.mark.parametrize(
+    "changes", [{}, {"hidden": 8}, {"qk_norm": True}, {"rope": False, "k_pool": ["avg"]}], ids=str
+)
+def test_scores_equal_plain_loops_in_fp64(
+    heads: int, kv_heads: int, changes: dict[str, Any]
+) -> None:
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": 16 * heads,
+    }
     gate = random_decode_gate(decode_config(**changes), **sizes).double()
     for length in (1, BLOCK, 71):
         q, k = normal(1, heads, length, 16), normal(1, kv_heads, length, 16, seed=1)
@@ -79,7 +103,9 @@ def test_scores_equal_plain_loops_in_fp64(heads: int, kv_heads: int, changes: di
             expected = scores_in_loops(gate, x, position, position)
             torch.testing.assert_close(logits[0, :, row], expected)
             torch.testing.assert_close(singly[row], expected)
-            torch.testing.assert_close(by_head[row], expected.repeat_interleave(heads // kv_heads, 0))
+            torch.testing.assert_close(
+                by_head[row], expected.repeat_interleave(heads // kv_heads, 0)
+            )
 
 
 def test_padding_does_not_change_scores() -> None:
@@ -116,7 +142,8 @@ def test_rows_without_a_far_block_read_none() -> None:
 def test_targets_are_the_largest_of_the_full_softmax(
     heads: int, kv_heads: int, sink: int, recent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_distillation, "SCORES_AT_ONCE", 2 * heads * 75 * 3)  # three queries at a time
+    # three queries at a time
+    monkeypatch.setattr(decode_distillation, "SCORES_AT_ONCE", 2 * heads * 75 * 3)
     q, k = 3 * normal(2, heads, 75, 16), normal(2, kv_heads, 75, 16, seed=1)
     x, positions = inputs(q, k), torch.tensor([0, 15, 16, 30, 31, 62, 74])
     largest = largest_in_blocks(x, positions, BLOCK, sink=sink, recent=recent)
@@ -129,22 +156,30 @@ def test_targets_are_the_largest_of_the_full_softmax(
     for row, position in enumerate(positions.tolist()):
         for block in range(5):
             keys = range(block * BLOCK, min(75, (block + 1) * BLOCK))
-            torch.testing.assert_close(mass[:, :, row, block], everything[:, :, position, keys.start : keys.stop].sum(-1))
+            torch.testing.assert_close(
+                mass[:, :, row, block], everything[:, :, position, keys.start : keys.stop].sum(-1)
+            )
             counted = [key for key in keys if key >= sink and key <= position - recent]
             assert bool(visible[0, 0, row, block]) == (keys.start <= position - recent)
             if not counted:
                 assert (largest[:, :, row, block] == 0).all()
                 continue
-            expected = everything[:, :, position, counted].amax(-1).unflatten(1, (kv_heads, -1)).amax(2)
+            expected = (
+                everything[:, :, position, counted].amax(-1).unflatten(1, (kv_heads, -1)).amax(2)
+            )
             torch.testing.assert_close(largest[:, :, row, block], expected)
 
 
-@pytest.mark.parametrize(("changes", "first"), [({}, 11), ({"qk_norm": True, "skip_rows": 2}, 2 * BLOCK)], ids=str)
+@pytest.mark.parametrize(
+    ("changes", "first"), [({}, 11), ({"qk_norm": True, "skip_rows": 2}, 2 * BLOCK)], ids=str
+)
 def test_gradients_are_those_of_one_autograd_graph(changes: dict[str, Any], first: int) -> None:
     model, ids = tiny_model(), random_tokens(1, 100)
     gate = DecodeGate.build(model.config, decode_config(queries=20, recent=10, **changes))
     outputs = DecodeGateDistiller(gate, model)(ids)
-    torch.testing.assert_close(torch.stack([outputs["parts"][f"layer {i}"] for i in range(2)]).sum(), outputs["loss"])
+    torch.testing.assert_close(
+        torch.stack([outputs["parts"][f"layer {i}"] for i in range(2)]).sum(), outputs["loss"]
+    )
     outputs["loss"].backward()
     assert all(weight.grad is None for weight in model.parameters())
     found = [weight.grad for weight in gate.parameters()]
@@ -163,10 +198,14 @@ def test_gradients_are_those_of_one_autograd_graph(changes: dict[str, Any], firs
 
 
 def test_the_mean_share_of_the_keys_is_the_calibrated_one() -> None:
-    """The keys are counted block by block for every query, which needs none of the calibration's code."""
+    """The keys are counted block by block for every query, which needs none of the calibration's
+    code.
+    """
     model, ids, recent, sink = tiny_model(), random_tokens(3, 250), 20, 1
     gate = random_decode_gate()
-    table = calibrate_keys(gate, model, [{"input_ids": row} for row in ids], recent=recent, sink=sink, dense_layers=[0])
+    table = calibrate_keys(
+        gate, model, [{"input_ids": row} for row in ids], recent=recent, sink=sink, dense_layers=[0]
+    )
     threshold = table.density(0.2)
     read, total, counts = 0, 0, set()
     for row in ids:
@@ -177,7 +216,10 @@ def test_the_mean_share_of_the_keys_is_the_calibrated_one() -> None:
             probabilities = logits[:, at, : last // BLOCK + 1].softmax(-1)
             for head in range(2):
                 dense = probabilities[head] / BLOCK * (at + 1) >= threshold
-                keys = sum(min(last + 1, (c + 1) * BLOCK) - max(sink, c * BLOCK) for c in dense.nonzero()[:, 0].tolist())
+                keys = sum(
+                    min(last + 1, (c + 1) * BLOCK) - max(sink, c * BLOCK)
+                    for c in dense.nonzero()[:, 0].tolist()
+                )
                 read, total = read + keys, total + last + 1 - sink
                 counts.add(keys)
     assert read / total == pytest.approx(0.2, rel=0.05)
@@ -187,16 +229,34 @@ def test_the_mean_share_of_the_keys_is_the_calibrated_one() -> None:
 def test_an_artifact_is_loaded(tmp_path: Path) -> None:
     gate = random_decode_gate(decode_config(hidden=8, k_pool=["max", "min", "avg"]))
     gate.thresholds = KeyThresholds([0.1, 0.5], [2.0, 1.0])
-    folder = save(tmp_path, tiny_model(), gate, serving={"probes": 3, "recent": 9, "sink": 2, "dense_layers": [1]})
-    for loaded in (msattn.load(folder), DecodeGate.load(tmp_path), load_router(tmp_path, tiny_config())):
+    folder = save(
+        tmp_path,
+        tiny_model(),
+        gate,
+        serving={"probes": 3, "recent": 9, "sink": 2, "dense_layers": [1]},
+    )
+    for loaded in (
+        msattn.load(folder),
+        DecodeGate.load(tmp_path),
+        load_router(tmp_path, tiny_config()),
+    ):
         assert isinstance(loaded, DecodeGate)
         assert loaded.artifact is not None
-        assert (loaded.cfg, loaded.thresholds, loaded.num_buckets) == (gate.cfg, gate.thresholds, 16)
+        assert (loaded.cfg, loaded.thresholds, loaded.num_buckets) == (
+            gate.cfg,
+            gate.thresholds,
+            16,
+        )
         assert loaded.model_shape() == gate.model_shape()
         assert not any(weight.requires_grad for weight in loaded.parameters())
         for name, tensor in gate.state_dict().items():
             assert torch.equal(tensor, loaded.state_dict()[name])
-    assert DecodeGate.load(folder).decode_numbers({}) == {"probes": 3, "recent": 9, "sink": 2, "dense_layers": (1,)}
+    assert DecodeGate.load(folder).decode_numbers({}) == {
+        "probes": 3,
+        "recent": 9,
+        "sink": 2,
+        "dense_layers": (1,),
+    }
     assert "SeerAttention decode gates" in (folder / "README.md").read_text()
     assert 'qmodel="path/or/hub-id"' in (folder / "README.md").read_text()
 
@@ -229,7 +289,10 @@ def test_gates_of_the_other_phase_are_refused_in_one_line(tmp_path: Path) -> Non
     wrong.cfg = replace(wrong.cfg, phase="prefill")
     mixed = save(tmp_path / "mixed", tiny_model(), wrong)
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"gate": decode}, "gate=DecodeGate: expected a gate of phase prefill, or the folder or Hub id of one"),
+        (
+            {"gate": decode},
+            "gate=DecodeGate: expected a gate of phase prefill, or the folder or Hub id of one",
+        ),
         ({"qmodel": prefill}, f"qmodel=Gate: expected {QMODEL}"),
         ({"gate": folder}, f"artifact {folder}: kind=decode_gate: expected gate"),
         ({"gate": tmp_path}, f"artifact {tmp_path}: the folder holds decode_gate; expected gate"),
@@ -254,7 +317,16 @@ def test_recall_is_the_mass_of_the_best_blocks() -> None:
             ranked[:, [0, own]] = torch.inf
             best = ranked.topk(max(len({0, own}), round(0.5 * (own + 1))), dim=-1).indices
             for head in range(4):
-                weights = (x.q[0, head, position] @ x.k[0, head // 2, : position + 1].mT * x.scale).softmax(-1)
-                total += float(weights[torch.isin(torch.arange(position + 1) // BLOCK, best[head // 2])].sum())
-        assert recalls[f"recall/gate@0.5/layer {layer}"] == pytest.approx(total / (4 * 150), rel=1e-4)
-        assert recalls[f"recall/gate@0.5/layer {layer}"] <= recalls[f"recall/oracle@0.5/layer {layer}"] + 0.02
+                weights = (
+                    x.q[0, head, position] @ x.k[0, head // 2, : position + 1].mT * x.scale
+                ).softmax(-1)
+                total += float(
+                    weights[torch.isin(torch.arange(position + 1) // BLOCK, best[head // 2])].sum()
+                )
+        assert recalls[f"recall/gate@0.5/layer {layer}"] == pytest.approx(
+            total / (4 * 150), rel=1e-4
+        )
+        assert (
+            recalls[f"recall/gate@0.5/layer {layer}"]
+            <= recalls[f"recall/oracle@0.5/layer {layer}"] + 0.02
+        )

@@ -11,7 +11,9 @@ def visible(size: int) -> torch.Tensor:
     return torch.ones(1, 1, size, size, dtype=torch.bool).tril()
 
 
-@pytest.mark.parametrize(("count", "shown"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (32, [0, 16, 31])])
+@pytest.mark.parametrize(
+    ("count", "shown"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 2]), (32, [0, 16, 31])]
+)
 def test_stored_layers_are_evenly_spaced(count, shown):
     assert evenly_spaced(count, 3) == shown
 

@@ -1,4 +1,6 @@
-"""Import of SeerAttention's released gates: scores against their definition in plain PyTorch, and refusals by name."""
+"""Import of SeerAttention's released gates: scores against their definition in plain PyTorch, and
+refusals by name.
+"""
 
 import json
 import math
@@ -23,8 +25,18 @@ from tests.methods.gate.released import SIZE, assert_refused, edited, pooled, re
 from tests.running import exit_code
 
 
-def their_scores(q: Tensor, k: Tensor, key: Tensor, query: Tensor | None, pools: str, angles: Tensor, factor: float) -> Tensor:
-    """Computes block probabilities ``[H, T, T]`` from ``q [H, N, D]`` and ``k [Hkv, N, D]`` by the definition, in fp64."""
+def their_scores(
+    q: Tensor,
+    k: Tensor,
+    key: Tensor,
+    query: Tensor | None,
+    pools: str,
+    angles: Tensor,
+    factor: float,
+) -> Tensor:
+    """Computes block probabilities ``[H, T, T]`` from ``q [H, N, D]`` and ``k [Hkv, N, D]`` by the
+    definition, in fp64.
+    """
     (q_pools, k_pools), blocks = pools.split("_"), math.ceil(q.shape[1] / BLOCK)
     logits = torch.full((len(q), blocks, blocks), -torch.inf, dtype=torch.float64)
     for head in range(len(q)):
@@ -32,7 +44,9 @@ def their_scores(q: Tensor, k: Tensor, key: Tensor, query: Tensor | None, pools:
         weight = key[head if len(key) == len(q) else of_group].double()
         for row, queries in enumerate(q[head].double().split(BLOCK)):
             vector = pooled(queries, q_pools)
-            vector = factor * rotated(vector if query is None else vector @ query[head].double(), angles, row * BLOCK)
+            vector = factor * rotated(
+                vector if query is None else vector @ query[head].double(), angles, row * BLOCK
+            )
             for column, keys in enumerate(k[of_group].double().split(BLOCK)[: row + 1]):
                 other = factor * rotated(pooled(keys, k_pools) @ weight, angles, column * BLOCK)
                 logits[head, row, column] = vector @ other / math.sqrt(key.shape[2])
@@ -50,20 +64,31 @@ def their_scores(q: Tensor, k: Tensor, key: Tensor, query: Tensor | None, pools:
         ("qwen2", "yarn", 8, "Qmin_Kmaxavg", {}),
     ],
 )
-def test_scores_are_theirs(tmp_path: Path, family: str, rope: str, hidden: int, pools: str, keys: dict[str, Any]) -> None:
+def test_scores_are_theirs(
+    tmp_path: Path, family: str, rope: str, hidden: int, pools: str, keys: dict[str, Any]
+) -> None:
     weights = released(tmp_path / "theirs", family, rope, hidden, pools, **keys)
     import_gate(str(tmp_path / "theirs"), tmp_path / "gate")
     gate = Gate.load(tmp_path / "gate")
     for x in inputs_of_layers(tiny_model(family, rope), random_tokens(1, 5 * BLOCK + 7)):
         name = f"model.layers.{x.layer}.self_attn.attn_gate"
-        key, query = weights[f"{name}.mask_linear_k.weight"], weights.get(f"{name}.mask_linear_q.weight")
-        expected = their_scores(x.q_nope[0], x.k_nope[0], key, query, pools, *their_rope(family, rope, hidden))
+        key, query = (
+            weights[f"{name}.mask_linear_k.weight"],
+            weights.get(f"{name}.mask_linear_q.weight"),
+        )
+        expected = their_scores(
+            x.q_nope[0], x.k_nope[0], key, query, pools, *their_rope(family, rope, hidden)
+        )
         torch.testing.assert_close(gate.scores(x)[0].double(), expected, rtol=1e-4, atol=1e-6)
-        assert (expected[:, -1].amax(-1) - expected[:, -1].amin(-1)).min() > 0.01, "gates that tell blocks apart"
+        assert (expected[:, -1].amax(-1) - expected[:, -1].amin(-1)).min() > 0.01, (
+            "gates that tell blocks apart"
+        )
 
 
 @pytest.mark.filterwarnings("ignore::msattn.trainer.errors.ModelWarning")
-def test_the_artifact_serves_the_base_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_artifact_serves_the_base_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Also from safetensors, on the command line."""
     tensors = released(tmp_path / "theirs")
     (tmp_path / "theirs" / "attn_gate_weights.pth").unlink()
@@ -79,15 +104,22 @@ def test_the_artifact_serves_the_base_model(tmp_path: Path, capsys: pytest.Captu
     assert gate.artifact is not None
     manifest = gate.artifact.manifest
     assert manifest["model"]["id"] == "someone/base"
-    assert str(tmp_path) not in (tmp_path / "gate" / "config.yaml").read_text() + json.dumps(manifest)
-    assert "does not identify that model" in (check_model(manifest, fingerprint(model), strict=False) or "")
+    assert str(tmp_path) not in (tmp_path / "gate" / "config.yaml").read_text() + json.dumps(
+        manifest
+    )
+    assert "does not identify that model" in (
+        check_model(manifest, fingerprint(model), strict=False) or ""
+    )
     with pytest.raises(UserError, match="does not identify that model"):
         check_model(manifest, fingerprint(model))
     with attach(model, gate=gate, select="topk", sparsity=0.8, dense_below=0) as sparse:
         model(random_tokens(1, 160))
-    read = sum(max(1, round(0.2 * row)) for row in range(1, 11))  # as in the paper, only a row's own block is always read
+    # as in the paper, only a row's own block is always read
+    read = sum(max(1, round(0.2 * row)) for row in range(1, 11))
     assert sparse.stats()["sparsity"] > 1 - read / 55 - 0.1  # the last row may read more
-    with attach(model, gate=gate, select={"sink_blocks": 1, "local_blocks": 1}, sparsity=0.8, dense_below=0) as more:
+    with attach(
+        model, gate=gate, select={"sink_blocks": 1, "local_blocks": 1}, sparsity=0.8, dense_below=0
+    ) as more:
         model(random_tokens(1, 160))
     assert more.stats()["sparsity"] < sparse.stats()["sparsity"] - 0.1
 
@@ -114,20 +146,43 @@ FIRST = "model.layers.0.self_attn.attn_gate.mask_linear_k.weight"
         (lambda at: (at / "attn_gate_weights.pth").unlink(), "there are no gates"),
         (lambda at: edited(at, model_type="qwen3"), "model_type=qwen3: expected llama, qwen2"),
         (lambda at: edited(at, seerattn_gate_type=None), "no key seerattn_gate_type"),
-        (lambda at: edited(at, seerattn_gate_type=None, seerattn_q_head_pooling_type="Qproj"), "expected qwen2, qwen3"),
-        (lambda at: edited(at, seerattn_gate_type="Qavgavg_Kavg"), "the gates differ from ours: gate.q_pool"),
-        (lambda at: edited(at, seerattn_gate_block_size=48), "the gates differ from ours: gate.block_size=48"),
-        (lambda at: edited(at, seerattn_gate_hidden_size=8), "its RoPE is that of heads of size 16"),
         (
-            lambda at: edited(at, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            lambda at: edited(at, seerattn_gate_type=None, seerattn_q_head_pooling_type="Qproj"),
+            "expected qwen2, qwen3",
+        ),
+        (
+            lambda at: edited(at, seerattn_gate_type="Qavgavg_Kavg"),
+            "the gates differ from ours: gate.q_pool",
+        ),
+        (
+            lambda at: edited(at, seerattn_gate_block_size=48),
+            "the gates differ from ours: gate.block_size=48",
+        ),
+        (
+            lambda at: edited(at, seerattn_gate_hidden_size=8),
+            "its RoPE is that of heads of size 16",
+        ),
+        (
+            lambda at: edited(
+                at, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+            ),
             "rope_type=dynamic",
         ),
-        (lambda at: edited(at, num_hidden_layers=3), "has no model.layers.2.self_attn.attn_gate.mask_linear_k.weight"),
+        (
+            lambda at: edited(at, num_hidden_layers=3),
+            "has no model.layers.2.self_attn.attn_gate.mask_linear_k.weight",
+        ),
         (lambda at: edited(at, seerattn_gate_force_double=True), "mask_linear_q.weight"),
-        (lambda at: rewritten(at, lambda t: t | {FIRST: t[FIRST][:, 1:]}), "has the shape [4, 47, 16], by config.json it is"),
+        (
+            lambda at: rewritten(at, lambda t: t | {FIRST: t[FIRST][:, 1:]}),
+            "has the shape [4, 47, 16], by config.json it is",
+        ),
         (lambda at: rewritten(at, lambda t: t | {FIRST: t[FIRST] / 0}), "not finite"),
         (lambda at: rewritten(at, lambda t: t | {FIRST: Code()}), "does not contain only weights"),
-        (lambda at: (at / "attn_gate_weights.pth").write_bytes(b"junk"), "does not contain only weights"),
+        (
+            lambda at: (at / "attn_gate_weights.pth").write_bytes(b"junk"),
+            "does not contain only weights",
+        ),
     ],
 )
 def test_other_files_are_refused(

@@ -1,4 +1,6 @@
-"""Import of SeerAttention-R's released gates: scores against their definition in plain PyTorch, and refusals by name."""
+"""Import of SeerAttention-R's released gates: scores against their definition in plain PyTorch, and
+refusals by name.
+"""
 
 import math
 from collections.abc import Callable
@@ -17,7 +19,15 @@ from msattn.trainer.models import rope
 from msattn.trainer.serving.attach import attach
 from tests.factory import inputs_of_layers, random_tokens, tiny_model
 from tests.methods.gate.random_gates import BLOCK, rotated
-from tests.methods.gate.released import KV_HEADS, SIZE, assert_refused, edited, pooled, their_rope, write
+from tests.methods.gate.released import (
+    KV_HEADS,
+    SIZE,
+    assert_refused,
+    edited,
+    pooled,
+    their_rope,
+    write,
+)
 from tests.methods.gate.released import released as released_for_prefill
 from tests.running import succeed
 
@@ -35,23 +45,40 @@ def released(
     **others: Any,
 ) -> dict[str, Tensor]:
     """Writes a folder of the layout of gates for decoding with random weights, and returns them."""
-    of_queries = {"Qproj": (KV_HEADS, GROUP, SIZE, hidden), "Qavgproj": (KV_HEADS, SIZE, hidden), "Qavg": None}[queries]
+    of_queries = {
+        "Qproj": (KV_HEADS, GROUP, SIZE, hidden),
+        "Qavgproj": (KV_HEADS, SIZE, hidden),
+        "Qavg": None,
+    }[queries]
     tensors = {}
     for layer in range(2):
         name = f"model.layers.{layer}.self_attn.attn_gate.attngate"
-        tensors[f"{name}_linear_k.weight"] = torch.randn(KV_HEADS, len(keys) // 3 * SIZE, hidden) / 4
+        tensors[f"{name}_linear_k.weight"] = (
+            torch.randn(KV_HEADS, len(keys) // 3 * SIZE, hidden) / 4
+        )
         if of_queries:
             tensors[f"{name}_linear_q.weight"] = torch.randn(of_queries) / 4
         if others.get("seerattn_use_qk_norm"):
             tensors |= {f"{name}_{part}norm.weight": 1 + torch.randn(hidden) / 4 for part in "qk"}
-    own = {"seerattn_q_head_pooling_type": queries, "seerattn_k_seq_pooling_type": keys, "seerattn_loss_slice_ratio": 0.5}
+    own = {
+        "seerattn_q_head_pooling_type": queries,
+        "seerattn_k_seq_pooling_type": keys,
+        "seerattn_loss_slice_ratio": 0.5,
+    }
     return write(folder, family, rope, hidden, own | others, tensors)
 
 
 def their_scores(
-    q: Tensor, k: Tensor, weights: dict[str, Tensor], pools: str, angles: Tensor, factor: float, averaged: bool
+    q: Tensor,
+    k: Tensor,
+    weights: dict[str, Tensor],
+    pools: str,
+    angles: Tensor,
+    factor: float,
+    averaged: bool,
 ) -> Tensor:
-    """Computes block scores ``[Hkv, T]`` of the last of ``q [H, N, D]`` for ``k [Hkv, N, D]`` by the definition, in fp64.
+    """Computes block scores ``[Hkv, T]`` of the last of ``q [H, N, D]`` for ``k [Hkv, N, D]`` by
+    the definition, in fp64.
 
     ``averaged`` queries of a group are their mean.
     """
@@ -68,7 +95,9 @@ def their_scores(
             vector = group.mean(0) if query is None else group.mean(0) @ query[head].double()
         else:
             assert query is not None
-            vector = sum((group[i] @ query[head, i].double() for i in range(GROUP)), torch.zeros(()))
+            vector = sum(
+                (group[i] @ query[head, i].double() for i in range(GROUP)), torch.zeros(())
+            )
         vector = finished(vector, "qnorm", q.shape[1] - 1)
         for number, block in enumerate(k[head].double().split(BLOCK)):
             other = finished(pooled(block, pools) @ key[head], "knorm", number * BLOCK)
@@ -90,7 +119,13 @@ def their_scores(
     ],
 )
 def test_scores_are_theirs(
-    tmp_path: Path, family: str, rope: str, hidden: int, queries: str, keys: str, others: dict[str, Any]
+    tmp_path: Path,
+    family: str,
+    rope: str,
+    hidden: int,
+    queries: str,
+    keys: str,
+    others: dict[str, Any],
 ) -> None:
     weights = released(tmp_path / "theirs", family, rope, hidden, queries, keys, **others)
     import_gate(str(tmp_path / "theirs"), tmp_path / "decode_gate")
@@ -98,7 +133,11 @@ def test_scores_are_theirs(
     of_gate = their_rope(family, rope if others.get("seerattn_use_rope", True) else "none", hidden)
     for x in inputs_of_layers(tiny_model(family, rope), random_tokens(1, 7 * BLOCK + 5)):
         prefix = f"model.layers.{x.layer}.self_attn.attn_gate.attngate_"
-        layer = {name.removeprefix(prefix)[:-7]: weight for name, weight in weights.items() if name.startswith(prefix)}
+        layer = {
+            name.removeprefix(prefix)[:-7]: weight
+            for name, weight in weights.items()
+            if name.startswith(prefix)
+        }
         expected = their_scores(x.q_nope[0], x.k_nope[0], layer, keys, *of_gate, "avg" in queries)
         last = torch.tensor([x.num_keys - 1])
         for found in (
@@ -110,15 +149,27 @@ def test_scores_are_theirs(
 
 
 @pytest.mark.filterwarnings("ignore::msattn.trainer.errors.ModelWarning")
-def test_the_artifact_serves_the_base_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    released(tmp_path / "theirs", seerattn_token_budget=3 * BLOCK + 5, seerattn_start_layer=1, **NORMS)
+def test_the_artifact_serves_the_base_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    released(
+        tmp_path / "theirs", seerattn_token_budget=3 * BLOCK + 5, seerattn_start_layer=1, **NORMS
+    )
     succeed("import-gate", str(tmp_path / "theirs"), "--out", str(tmp_path / "decode_gate"))
     out = capsys.readouterr().out
-    assert "decode gates of 2 layers and 2 key/value heads, blocks of 16 tokens, pooling max+min+avg" in out
+    assert (
+        "decode gates of 2 layers and 2 key/value heads, blocks of 16 tokens, pooling max+min+avg"
+        in out
+    )
     gate = DecodeGate.load(tmp_path)
     assert gate.artifact is not None
     assert gate.artifact.manifest["model"]["id"] == "someone/base"
-    assert gate.decode_numbers({}) == {"probes": 3, "recent": BLOCK, "sink": 0, "dense_layers": (0,)}
+    assert gate.decode_numbers({}) == {
+        "probes": 3,
+        "recent": BLOCK,
+        "sink": 0,
+        "dense_layers": (0,),
+    }
     model, ids = tiny_model("qwen3"), random_tokens(1, 200)
     with attach(model, qmodel=tmp_path, dense_below=0) as sparse:
         model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=False)
@@ -126,26 +177,40 @@ def test_the_artifact_serves_the_base_model(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.filterwarnings("ignore::msattn.trainer.errors.ModelWarning")
-def test_blocks_that_new_tokens_finish_are_rotated_at_their_last_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_new_tokens_finish_are_rotated_at_their_last_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     released(tmp_path / "theirs", **NORMS)
     gates = {}
     for at, option in (("last", ()), ("first", ("--finished-at", "first"))):
-        succeed("import-gate", str(tmp_path / "theirs"), "--out", str(tmp_path / at / "decode_gate"), *option)
+        succeed(
+            "import-gate",
+            str(tmp_path / "theirs"),
+            "--out",
+            str(tmp_path / at / "decode_gate"),
+            *option,
+        )
         gates[at] = DecodeGate.load(tmp_path / at)
     model, prompt = tiny_model("qwen3"), 3 * BLOCK + 4  # the prompt ends in the fourth block
     for x in inputs_of_layers(model, random_tokens(1, 6 * BLOCK)):
-        last, first = (gates[at].summarize(replace(x, prompt_keys=prompt)) for at in ("last", "first"))
+        last, first = (
+            gates[at].summarize(replace(x, prompt_keys=prompt)) for at in ("last", "first")
+        )
         torch.testing.assert_close(first, gates["last"].summarize(x))
         torch.testing.assert_close(last[:, :, :3], first[:, :, :3])
-        for block in range(3, 6):  # the product of two rotated vectors depends on the distance of their positions
+        # the product of two rotated vectors depends on the distance of their positions
+        for block in range(3, 6):
             later = rope.rotate(
-                first[:, :, block : block + 1], *rope.cos_sin(gates["last"].inv_freq, torch.tensor([[BLOCK - 1]]))
+                first[:, :, block : block + 1],
+                *rope.cos_sin(gates["last"].inv_freq, torch.tensor([[BLOCK - 1]])),
             )
             torch.testing.assert_close(last[:, :, block : block + 1], later, rtol=1e-4, atol=1e-5)
     found = []
     summarize = DecodeGate.summarize
     monkeypatch.setattr(
-        DecodeGate, "summarize", lambda gate, x: found.append((x.prompt_keys, x.num_keys)) or summarize(gate, x)
+        DecodeGate,
+        "summarize",
+        lambda gate, x: found.append((x.prompt_keys, x.num_keys)) or summarize(gate, x),
     )
     with attach(model, qmodel=gates["last"], dense_below=0, recent=8, dense_layers=(0,)):
         model.generate(random_tokens(1, prompt), max_new_tokens=80, do_sample=False)  # pyrefly: ignore[not-callable]
@@ -164,9 +229,18 @@ def test_gates_for_prefill_have_no_finished_blocks(tmp_path: Path) -> None:
     [
         (lambda at: edited(at, model_type="llama"), "model_type=llama: expected qwen2, qwen3"),
         (lambda at: edited(at, base_model=None), "no key base_model"),
-        (lambda at: edited(at, seerattn_q_head_pooling_type="Qorig"), "seerattn_q_head_pooling_type=Qorig: expected Qproj"),
-        (lambda at: edited(at, seerattn_k_seq_pooling_type="Kmed"), "seerattn_k_seq_pooling_type=Kmed: expected poolings"),
-        (lambda at: edited(at, seerattn_k_seq_pooling_type="Kavgavg"), "the gates differ from ours: gate.k_pool"),
+        (
+            lambda at: edited(at, seerattn_q_head_pooling_type="Qorig"),
+            "seerattn_q_head_pooling_type=Qorig: expected Qproj",
+        ),
+        (
+            lambda at: edited(at, seerattn_k_seq_pooling_type="Kmed"),
+            "seerattn_k_seq_pooling_type=Kmed: expected poolings",
+        ),
+        (
+            lambda at: edited(at, seerattn_k_seq_pooling_type="Kavgavg"),
+            "the gates differ from ours: gate.k_pool",
+        ),
         (
             lambda at: edited(at, seerattn_gate_hidden_size=8, seerattn_q_head_pooling_type="Qavg"),
             "seerattn_gate_hidden_size=8: with Qavg it is the head size, 16",
@@ -176,16 +250,28 @@ def test_gates_for_prefill_have_no_finished_blocks(tmp_path: Path) -> None:
             "does not ask for, model.layers.0.self_attn.attn_gate.attngate_knorm",
         ),
         (lambda at: edited(at, seerattn_use_qk_norm=1), "seerattn_use_qk_norm=1"),
-        (lambda at: edited(at, seerattn_q_head_pooling_type="Qavgproj"), "by config.json it is [2, 16, 16]"),
+        (
+            lambda at: edited(at, seerattn_q_head_pooling_type="Qavgproj"),
+            "by config.json it is [2, 16, 16]",
+        ),
         (lambda at: edited(at, seerattn_token_budget=0), "seerattn_token_budget=0"),
-        (lambda at: edited(at, seerattn_start_layer=2), "seerattn_start_layer=2: the model has 2 layers"),
+        (
+            lambda at: edited(at, seerattn_start_layer=2),
+            "seerattn_start_layer=2: the model has 2 layers",
+        ),
         (
             lambda at: edited(
-                at, layer_types=["full_attention", "sliding_attention"], use_sliding_window=True, sliding_window=8
+                at,
+                layer_types=["full_attention", "sliding_attention"],
+                use_sliding_window=True,
+                sliding_window=8,
             ),
             "full attention",
         ),
-        (lambda at: edited(at, num_hidden_layers=3, layer_types=None), "has no model.layers.2.self_attn.attn_gate.attngate_"),
+        (
+            lambda at: edited(at, num_hidden_layers=3, layer_types=None),
+            "has no model.layers.2.self_attn.attn_gate.attngate_",
+        ),
     ],
 )
 def test_other_files_are_refused(

@@ -1,4 +1,6 @@
-"""Scores of a gate that knows the question: against loops in fp64, padding, chunks, caches, calibration."""
+"""Scores of a gate that knows the question: against loops in fp64, padding, chunks, caches,
+calibration.
+"""
 
 from dataclasses import replace
 from statistics import fmean
@@ -30,7 +32,9 @@ def _few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def attention_of_last(x: LayerInputs, b: int, head: int) -> dict[int, Tensor]:
-    """Attention of the last queries of a sequence by their positions, fp64 over the positions up to each."""
+    """Attention of the last queries of a sequence by their positions, fp64 over the positions up to
+    each.
+    """
     pad = 0 if x.kv_start is None else int(x.kv_start[b])
     found = {}
     for query in range(max(0, x.num_queries - LAST), x.num_queries):
@@ -38,7 +42,9 @@ def attention_of_last(x: LayerInputs, b: int, head: int) -> dict[int, Tensor]:
         if position >= 0:
             keys = x.k[b, head // (x.q.shape[1] // x.k.shape[1]), pad : pad + position + 1].double()
             logits = keys @ x.q[b, head, query].double() * x.scale
-            found[position] = (logits if x.softcap is None else x.softcap * (logits / x.softcap).tanh()).softmax(0)
+            found[position] = (
+                logits if x.softcap is None else x.softcap * (logits / x.softcap).tanh()
+            ).softmax(0)
     return found
 
 
@@ -72,7 +78,8 @@ def by_definition(gate: Gate, x: LayerInputs) -> Tensor:
     return scores
 
 
-CASES: dict[str, tuple[dict[str, Any], list[int], dict[str, Any]]] = {  # changes of the gate, lengths, changes of the inputs
+# changes of the gate, lengths, changes of the inputs
+CASES: dict[str, tuple[dict[str, Any], list[int], dict[str, Any]]] = {
     "whole blocks": ({}, [96], {}),
     "the last row is short": ({}, [101], {"softcap": 3.0}),
     "a shared gate head": ({"heads": "kv"}, [90], {}),
@@ -87,13 +94,20 @@ CASES: dict[str, tuple[dict[str, Any], list[int], dict[str, Any]]] = {  # change
 def test_scores_equal_their_definition(case: str) -> None:
     changes, lengths, of_inputs = CASES[case]
     gate, model = noisy_gate(config(**changes), std=0.2), tiny_model()
-    ids, mask = left_padded([random_tokens(1, length, seed)[0] for seed, length in enumerate(lengths)])
+    ids, mask = left_padded(
+        [random_tokens(1, length, seed)[0] for seed, length in enumerate(lengths)]
+    )
     for x in inputs_of_layers(model, ids, attention_mask=mask):
         x = replace(x, q=3 * x.q, **of_inputs)  # sharper attention
         expected = by_definition(gate, x)
         torch.testing.assert_close(QuestionScores(gate)(x).double(), expected, rtol=1e-4, atol=1e-6)
         for dtype in (torch.bfloat16, torch.float16):
-            half = replace(x, **{name: getattr(x, name).to(dtype) for name in ("q", "k", "v", "q_nope", "k_nope")})
+            half = replace(
+                x,
+                **{
+                    name: getattr(x, name).to(dtype) for name in ("q", "k", "v", "q_nope", "k_nope")
+                },
+            )
             assert (QuestionScores(gate)(half) - expected).abs().max() < 0.02
 
 
@@ -112,11 +126,16 @@ def test_only_the_chunk_that_ends_a_prompt_knows_the_question() -> None:
 
 def test_its_thresholds_are_measured_on_its_own_scores() -> None:
     gate, select = noisy_gate(config()), SelectConfig("calibrated", scores="gate_question")
-    with pytest.raises(UserError, match=r"needs calibrated thresholds of select.scores=gate_question"):
+    with pytest.raises(
+        UserError, match=r"needs calibrated thresholds of select.scores=gate_question"
+    ):
         Selection.from_config(select, gate)
     gate.always = AlwaysRead(2, 1)
     gate.thresholds = gate_thresholds(gate, tiny_model(), [{"input_ids": random_tokens(1, 400)[0]}])
-    selection, of_gate = Selection.from_config(select, gate), Selection.from_config(replace(select, scores="gate"), gate)
+    selection, of_gate = (
+        Selection.from_config(select, gate),
+        Selection.from_config(replace(select, scores="gate"), gate),
+    )
     assert isinstance(selection.scorer, QuestionScores)
     assert selection.policy != of_gate.policy
     assert selection.always == of_gate.always
@@ -125,13 +144,24 @@ def test_its_thresholds_are_measured_on_its_own_scores() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("share", [0.5, 0.3])
 def test_whole_prompts_and_chunks_read_the_share_that_is_asked_for(share: float) -> None:
-    """Chunks before the last one are scored by the gate alone, the last one with its question; each reads the share."""
-    model, gate, ids = tiny_model(initializer_range=0.3), noisy_gate(config(), std=0.2), topical_tokens(4, 60, seed=2)
-    gate.thresholds = gate_thresholds(gate, model, [{"input_ids": row} for row in topical_tokens(4, 60, seed=3)])
+    """Chunks before the last one are scored by the gate alone, the last one with its question; each
+    reads the share.
+    """
+    model, gate, ids = (
+        tiny_model(initializer_range=0.3),
+        noisy_gate(config(), std=0.2),
+        topical_tokens(4, 60, seed=2),
+    )
+    gate.thresholds = gate_thresholds(
+        gate, model, [{"input_ids": row} for row in topical_tokens(4, 60, seed=3)]
+    )
     selection = Selection.from_config(SelectConfig("calibrated", sparsity=1 - share), gate)
     read: dict[str, list[float]] = {"whole": [], "earlier": [], "last": []}
     for x in inputs_of_layers(model, ids):
-        earlier = {name: getattr(x, name)[:, :, : 40 * BLOCK] for name in ("q", "k", "v", "q_nope", "k_nope")}
+        earlier = {
+            name: getattr(x, name)[:, :, : 40 * BLOCK]
+            for name in ("q", "k", "v", "q_nope", "k_nope")
+        }
         last = {name: getattr(x, name)[:, :, 40 * BLOCK :] for name in ("q", "q_nope", "k_nope")}
         pooled = pool_keys(gate.cfg.cached_pools, x.k_nope, x.k, block_size=BLOCK)
         chunks = x, replace(x, **earlier, ends_prompt=False), replace(x, **last, pooled_keys=pooled)

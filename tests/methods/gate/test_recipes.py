@@ -18,9 +18,28 @@ from msattn.trainer.models.loading import config_and_tokenizer
 def test_gates_have_the_settings_of_the_paper(recipe: str, path: str, length: int) -> None:
     cfg = compose("train-gate", [f"experiment={recipe}"])
     train, gate = cfg.train, cfg.gate
-    assert (cfg.model.path, cfg.data.source, cfg.data.seq_len, cfg.dtype) == (path, "hub", length, "bfloat16")
-    assert (train.lr, train.schedule, train.steps, train.batch_size, train.weight_decay) == (1e-3, "cosine", 500, 16, 0.0)
-    assert (gate.loss, gate.target, gate.q_pool, gate.k_pool, gate.block_size) == ("mse", "max", ["avg"], ["max", "min"], 64)
+    assert (cfg.model.path, cfg.data.source, cfg.data.seq_len, cfg.dtype) == (
+        path,
+        "hub",
+        length,
+        "bfloat16",
+    )
+    assert (train.lr, train.schedule, train.steps, train.batch_size, train.weight_decay) == (
+        1e-3,
+        "cosine",
+        500,
+        16,
+        0.0,
+    )
+    assert (gate.loss, gate.target, gate.q_pool, gate.k_pool, gate.block_size) == (
+        "mse",
+        "max",
+        ["avg"],
+        ["max", "min"],
+        64,
+    )
     assert cfg.data.num_chunks == train.steps * train.batch_size
-    config, _ = config_and_tokenizer(compose("train-gate", [f"experiment={recipe}", "model.init=random"]).model)
+    config, _ = config_and_tokenizer(
+        compose("train-gate", [f"experiment={recipe}", "model.init=random"]).model
+    )
     assert max_length(config) >= length

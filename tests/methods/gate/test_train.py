@@ -1,4 +1,6 @@
-"""The job of msattn train-gate on a small random model: artifact, metrics, several ranks, resumption, failures."""
+"""The job of msattn train-gate on a small random model: artifact, metrics, several ranks,
+resumption, failures.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +11,14 @@ import torch
 
 import msattn
 from msattn.trainer import artifacts, data, models
-from msattn.trainer.config import BlockSizes, GateConfig, ModelConfig, SelectConfig, TrainConfig, TrainGateConfig
+from msattn.trainer.config import (
+    BlockSizes,
+    GateConfig,
+    ModelConfig,
+    SelectConfig,
+    TrainConfig,
+    TrainGateConfig,
+)
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.attn_gate import MEAN_WEIGHT, Gate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
@@ -53,16 +62,27 @@ torch.save(torch.cat(Recording.seen), root / f"{name}-{os.environ['RANK']}.pt")
 def run_config(root: Path, name: str = "base", steps: int = 4, **changes) -> TrainGateConfig:
     """Settings for two layers and chunks of 96 tokens; text and outputs are in ``root``."""
     settings = small_run(root, name) | {
-        "model": ModelConfig(name="small", path="none", init="random", architecture=tiny_architecture(vocab_size=4096)),
+        "model": ModelConfig(
+            name="small",
+            path="none",
+            init="random",
+            architecture=tiny_architecture(vocab_size=4096),
+        ),
         "gate": GateConfig(block_size=16),
-        "train": TrainConfig(lr=1e-3, steps=steps, batch_size=2, micro_batch_size=1, log_every=1, save_every=2),
+        "train": TrainConfig(
+            lr=1e-3, steps=steps, batch_size=2, micro_batch_size=1, log_every=1, save_every=2
+        ),
     }
     return TrainGateConfig(**{**settings, **changes})
 
 
 def two_rank_config(root: Path, name: str) -> TrainGateConfig:
-    """Settings for two passes over eight chunks, four per step, with an evaluation every two steps."""
-    train = TrainConfig(lr=1e-3, steps=4, batch_size=4, micro_batch_size=1, log_every=1, eval_every=2)
+    """Settings for two passes over eight chunks, four per step, with an evaluation every two
+    steps.
+    """
+    train = TrainConfig(
+        lr=1e-3, steps=4, batch_size=4, micro_batch_size=1, log_every=1, eval_every=2
+    )
     cfg = run_config(root, name, train=train)
     return replace(cfg, data=replace(cfg.data, num_chunks=8))
 
@@ -79,7 +99,9 @@ def work_folder(cfg: TrainGateConfig) -> Path:
 
 
 @pytest.mark.slow
-def test_recalls_are_those_of_the_weight_that_was_chosen(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recalls_are_those_of_the_weight_that_was_chosen(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def choose(gate: Gate, teacher: Any, chunks: Any) -> None:
         gate.cfg = replace(gate.cfg, mean_weight=50.0)
 
@@ -87,8 +109,13 @@ def test_recalls_are_those_of_the_weight_that_was_chosen(root: Path, monkeypatch
     cfg = run_config(root, "chosen")
     cfg = replace(cfg, data=replace(cfg.data, seq_len=224))
     folder = train_gate(cfg)
-    loaded, gate = models.load(cfg.model, device="cpu", dtype="auto", seed=cfg.seed), Gate.load(folder)
-    _, heldout = data.training_chunks(cfg.data, loaded.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS)
+    loaded, gate = (
+        models.load(cfg.model, device="cpu", dtype="auto", seed=cfg.seed),
+        Gate.load(folder),
+    )
+    _, heldout = data.training_chunks(
+        cfg.data, loaded.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS
+    )
     found, metrics = (
         gate_recall(gate, loaded.model, [*rank_shard(heldout, HELDOUT_CHUNKS)]),
         artifacts.read(folder, "gate").manifest["metrics"],
@@ -100,7 +127,9 @@ def test_recalls_are_those_of_the_weight_that_was_chosen(root: Path, monkeypatch
 
 
 def test_gates_for_blocks_of_fewer_keys_than_queries(root: Path) -> None:
-    cfg = run_config(root, "granules", gate=GateConfig(block_size=32, key_block_size=16, mean_weight=0.5))
+    cfg = run_config(
+        root, "granules", gate=GateConfig(block_size=32, key_block_size=16, mean_weight=0.5)
+    )
     gate = Gate.load(train_gate(replace(cfg, data=replace(cfg.data, seq_len=224))))
     assert gate.cfg.sizes == BlockSizes(32, 16)
     assert gate.thresholds is not None
@@ -122,7 +151,8 @@ def test_the_artifact_holds_trained_calibrated_gates_and_metrics(root):
     manifest = artifacts.read(folder, "gate").manifest
     loaded = models.load(cfg.model, device="cpu", dtype="auto", seed=cfg.seed)
     artifacts.check_model(manifest, loaded.fingerprint)
-    assert gate.cfg == replace(cfg.gate, target="mass", mean_weight=0.5)  # 96 tokens are read whole in any case
+    # 96 tokens are read whole in any case
+    assert gate.cfg == replace(cfg.gate, target="mass", mean_weight=0.5)
     assert gate.thresholds is not None
     assert [len(table.layers) for table in gate.thresholds.values()] == [2, 2]
     untrained = Gate.build(loaded.model.config, cfg.gate)
@@ -147,24 +177,41 @@ def test_the_artifact_holds_trained_calibrated_gates_and_metrics(root):
 
 @pytest.mark.slow
 def test_a_decode_gate_lies_beside_a_prefill_gate(root):
-    """Both are trained under one name, and a second run gives the same bits, as its queries depend on the chunks alone."""
+    """Both are trained under one name, and a second run gives the same bits, as its queries depend
+    on the chunks alone.
+    """
     cfg = run_config(root, "both")
     train_gate(cfg)
-    decode = replace(cfg, gate=GateConfig(phase="decode", block_size=16, loss="kl", queries=32, recent=8))
+    decode = replace(
+        cfg, gate=GateConfig(phase="decode", block_size=16, loss="kl", queries=32, recent=8)
+    )
     folder = train_gate(decode)
     assert folder == root / "outputs" / "small" / "both" / "decode_gate"
     assert isinstance(msattn.load(folder.with_name("gate")), Gate)
     gate, manifest = DecodeGate.load(folder), artifacts.read(folder).manifest
     assert (manifest["kind"], manifest["details"]["gate"]["phase"]) == ("decode_gate", "decode")
     assert gate.cfg == decode.gate
-    assert manifest["details"]["serving"] == {"probes": 16, "recent": 2047, "sink": 1, "dense_layers": [0]}
+    assert manifest["details"]["serving"] == {
+        "probes": 16,
+        "recent": 2047,
+        "sink": 1,
+        "dense_layers": [0],
+    }
     assert gate.thresholds is not None
     assert gate.thresholds.densities == sorted(gate.thresholds.densities, reverse=True)
-    for name, weight in DecodeGate.build(models.load(cfg.model, device="cpu").model.config, decode.gate).named_parameters():
+    for name, weight in DecodeGate.build(
+        models.load(cfg.model, device="cpu").model.config, decode.gate
+    ).named_parameters():
         assert not torch.equal(weight, gate.get_parameter(name))
     for sparsity in (0.5, 0.8, 0.9):
-        assert 0 < manifest["metrics"][f"recall/gate@{sparsity}"] <= manifest["metrics"][f"recall/oracle@{sparsity}"] + 0.02
-    assert [path.name for path in (folder.parent / "runs" / "decode_gate" / "maps").iterdir()] == ["step-000004.png"]
+        assert (
+            0
+            < manifest["metrics"][f"recall/gate@{sparsity}"]
+            <= manifest["metrics"][f"recall/oracle@{sparsity}"] + 0.02
+        )
+    assert [path.name for path in (folder.parent / "runs" / "decode_gate" / "maps").iterdir()] == [
+        "step-000004.png"
+    ]
     again = train_gate(replace(decode, overwrite=True))
     assert artifacts.read(again).manifest["content_hash"] == manifest["content_hash"]
 
@@ -185,8 +232,18 @@ def test_two_ranks_train_the_same_gates_as_one(root):
     assert sum(line.startswith("step 3/4  loss") for line in lines) == 1
     assert sum("outputs/small/shared/gate" in line for line in lines) == 1
 
-    for expected, line in zip(*(metrics_lines(work_folder(cfg)) for cfg in (alone, shared)), strict=True):
-        for key in expected.keys() & {"step", "loss", "layer 0", "layer 1", "grad_norm", "lr", "recall/gate@0.8/layer 1"}:
+    for expected, line in zip(
+        *(metrics_lines(work_folder(cfg)) for cfg in (alone, shared)), strict=True
+    ):
+        for key in expected.keys() & {
+            "step",
+            "loss",
+            "layer 0",
+            "layer 1",
+            "grad_norm",
+            "lr",
+            "recall/gate@0.8/layer 1",
+        }:
             assert line[key] == pytest.approx(expected[key], rel=1e-4)
     (folder, other) = (root / "outputs" / "small" / name / "gate" for name in ("alone", "shared"))
     trained, again = Gate.load(folder), Gate.load(other)
@@ -195,7 +252,13 @@ def test_two_ranks_train_the_same_gates_as_one(root):
     assert trained.thresholds is not None
     assert again.thresholds is not None
     found, expected = (
-        torch.tensor([[fit or [torch.nan] * 3 for fit in layer] for table in tables.values() for layer in table.layers])
+        torch.tensor(
+            [
+                [fit or [torch.nan] * 3 for fit in layer]
+                for table in tables.values()
+                for layer in table.layers
+            ]
+        )
         for tables in (again.thresholds, trained.thresholds)
     )
     torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02, equal_nan=True)
@@ -219,7 +282,11 @@ def test_a_resumed_run_refuses_another_target(root: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("msattn.trainer.methods.gate.train.can_choose", lambda *_: True)
     monkeypatch.setattr("msattn.trainer.methods.gate.train.choose_target", choose)
     folder = train_gate(cfg)
-    assert Gate.load(folder).cfg.target == artifacts.read(folder).config["gate"]["target"] == "mean_mass"
+    assert (
+        Gate.load(folder).cfg.target
+        == artifacts.read(folder).config["gate"]["target"]
+        == "mean_mass"
+    )
     with pytest.raises(UserError, match=r"gate\.target"):
         train_gate(replace(cfg, resume=True, overwrite=True))
 
@@ -237,7 +304,10 @@ def test_a_killed_run_resumes_to_the_same_bits(root):
     assert last is not None
     assert int(last.name.removeprefix("checkpoint-")) < steps
     resumed = train_gate(replace(killed, resume=True))
-    assert artifacts.read(resumed).manifest["content_hash"] == artifacts.read(whole).manifest["content_hash"]
+    assert (
+        artifacts.read(resumed).manifest["content_hash"]
+        == artifacts.read(whole).manifest["content_hash"]
+    )
     other = replace(killed, resume=True, overwrite=True, gate=replace(killed.gate, loss="kl"))
     with pytest.raises(UserError, match=r"checkpoints has gate\.loss=mse, not kl"):
         train_gate(other)
@@ -257,4 +327,5 @@ def test_a_killed_run_resumes_to_the_same_bits(root):
 def test_settings_that_cannot_train_are_refused(root, changes, says):
     with pytest.raises(UserError, match=says):
         run_config(root, **changes)
-    run_config(root, gate=GateConfig(phase="decode", block_size=16, recent=94))  # a window that leaves one key
+    # a window that leaves one key
+    run_config(root, gate=GateConfig(phase="decode", block_size=16, recent=94))

@@ -11,8 +11,10 @@ from tests.serving.http.running import KEY, Running, configuration, running, sma
 
 TEMPLATE = (
     "{% for m in messages %}"
-    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% endif %}"
-    "# {{ m.role }}\n{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}# answer\n{% endif %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}{% "
+    "endif %}"
+    "# {{ m.role }}\n{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}# answer\n{% "
+    "endif %}"
 )
 
 

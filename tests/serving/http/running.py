@@ -51,14 +51,26 @@ class Running:
         return f"http://127.0.0.1:{self.port}"
 
     def client(self, **options: Any) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=self.key or "none", max_retries=0, timeout=SECONDS, **options)
+        return OpenAI(
+            base_url=f"{self.url}/v1",
+            api_key=self.key or "none",
+            max_retries=0,
+            timeout=SECONDS,
+            **options,
+        )
 
     def post(self, path: str = "/v1/completions", **options: Any) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json", **options.pop("headers", {})}
+        headers = {
+            "Authorization": f"Bearer {self.key}",
+            "Content-Type": "application/json",
+            **options.pop("headers", {}),
+        }
         return httpx.post(self.url + path, headers=headers, timeout=SECONDS, **options)
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, headers={"Authorization": f"Bearer {self.key}"}, timeout=SECONDS)
+        return httpx.get(
+            self.url + path, headers={"Authorization": f"Bearer {self.key}"}, timeout=SECONDS
+        )
 
     def metric(self, name: str) -> float:
         """The value of a metric; 0 if it has none yet."""
@@ -95,10 +107,17 @@ def beside(*calls: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def running(
-    loaded: Loaded, cfg: ServeConfig, sparse: Any = None, api_key: str | None = None, tracker: Tracker | None = None
+    loaded: Loaded,
+    cfg: ServeConfig,
+    sparse: Any = None,
+    api_key: str | None = None,
+    tracker: Tracker | None = None,
 ) -> Iterator[Running]:
     """A server on a free port, until the context ends."""
-    with server(loaded, cfg, sparse, api_key, tracker) as (engine, supervisor), bind("127.0.0.1", 0) as bound:
+    with (
+        server(loaded, cfg, sparse, api_key, tracker) as (engine, supervisor),
+        bind("127.0.0.1", 0) as bound,
+    ):
         found = Running(engine, supervisor, bound.getsockname()[1], api_key)
 
         def supervise() -> None:

@@ -1,4 +1,6 @@
-"""``msattn serve`` as a command: errors of its start, signals, floods of connections and of long texts."""
+"""``msattn serve`` as a command: errors of its start, signals, floods of connections and of long
+texts.
+"""
 
 import logging
 import re
@@ -24,11 +26,14 @@ from tests.serving.http.running import KEY, SECONDS, WORDS, Running, beside, eve
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def command(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Any:
     """Runs ``msattn serve`` in an empty folder of this process; returns (exit code, stderr)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.root, "handlers", [])  # Hydra adds one for the stream of this test
-    monkeypatch.setattr(supervisor.Supervisor, "run", lambda self, bound: None)  # a server that starts would not end
+    # a server that starts would not end
+    monkeypatch.setattr(supervisor.Supervisor, "run", lambda self, bound: None)
 
     def run(*arguments: str) -> tuple[int, str]:
         code = exit_code("serve", "device=cpu", "--port", "0", *arguments)
@@ -43,13 +48,17 @@ def test_errors_of_the_start_are_one_line(command: Any, monkeypatch: pytest.Monk
         port = str(taken.getsockname()[1])
         assert command("--port", port) == (
             2,
-            f"msattn: --host 127.0.0.1 --port {port}: Address already in use; give another one, e.g. --port 0\n",
+            f"msattn: --host 127.0.0.1 --port {port}: Address already in use; give another one, "
+            f"e.g. --port 0\n",
         )
     cases = {
         ("--host", "no.such.host.invalid"): "--host no.such.host.invalid: ",
         ("--port", "70000"): "--port 70000: expected an integer in [0, 65535]",
         ("--port", "many"): "--port many: expected an integer in [0, 65535]",
-        ("--api-key", "two words"): "--api-key or MSATTN_API_KEY: expected printable ASCII characters without spaces",
+        (
+            "--api-key",
+            "two words",
+        ): "--api-key or MSATTN_API_KEY: expected printable ASCII characters without spaces",
         ("--api-key", ""): "--api-key or MSATTN_API_KEY: expected printable",
         ("server.pages=0",): "server.pages=0: expected an integer in [1, 1e9], or null",
         ("artifacts.gate=nowhere",): "nowhere",
@@ -63,9 +72,15 @@ def test_errors_of_the_start_are_one_line(command: Any, monkeypatch: pytest.Monk
     assert command()[0] == 2
     monkeypatch.delenv("MSATTN_API_KEY")
     monkeypatch.setattr("msattn.trainer.serving.paged.transformers.__version__", "5.22.1")
-    assert "serve: needs transformers 5.23 or newer, 5.22.1 is installed; pip install -U 'transformers>=5.23'" in command()[1]
+    assert (
+        "serve: needs transformers 5.23 or newer, 5.22.1 is installed; pip install -U "
+        "'transformers>=5.23'" in command()[1]
+    )
     monkeypatch.setattr(serve, "find_spec", lambda name: None)
-    assert command() == (2, "msattn: serve: starlette is not installed; pip install 'msattn[serve]'\n")
+    assert command() == (
+        2,
+        "msattn: serve: starlette is not installed; pip install 'msattn[serve]'\n",
+    )
 
 
 def test_a_model_whose_layers_all_have_windows_starts_densely(command: Any, tmp_path: Path) -> None:
@@ -76,9 +91,20 @@ def test_a_model_whose_layers_all_have_windows_starts_densely(command: Any, tmp_
     assert command("--model", str(tmp_path), "select=quest")[0] == 2
 
 
-def start(folder: Path, *arguments: str, descriptors: int | None = None) -> tuple[subprocess.Popen[str], Running]:
+def start(
+    folder: Path, *arguments: str, descriptors: int | None = None
+) -> tuple[subprocess.Popen[str], Running]:
     """A server in a process of its own."""
-    program = [sys.executable, "-c", "from msattn.cli import main; main()", "serve", "device=cpu", "--port", "0", *arguments]
+    program = [
+        sys.executable,
+        "-c",
+        "from msattn.cli import main; main()",
+        "serve",
+        "device=cpu",
+        "--port",
+        "0",
+        *arguments,
+    ]
     if descriptors is not None:
         program = ["sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh", *program]
     process = subprocess.Popen(program, cwd=folder, stderr=subprocess.PIPE, text=True)
@@ -90,16 +116,24 @@ def start(folder: Path, *arguments: str, descriptors: int | None = None) -> tupl
 
 
 @pytest.mark.slow
-def test_the_command_serves_and_ends_with_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM while a request runs: it finishes, others get 503, exit code 0. The output has neither key nor prompt."""
+def test_the_command_serves_and_ends_with_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM while a request runs: it finishes, others get 503, exit code 0. The output has
+    neither key nor prompt.
+    """
     monkeypatch.setenv("MSATTN_API_KEY", KEY)
     process, served = start(tmp_path, "dense_below=0")
     with served.client() as client:
-        stream = client.completions.create(model="tiny", prompt="def secret(", max_tokens=150, temperature=0, stream=True)
+        stream = client.completions.create(
+            model="tiny", prompt="def secret(", max_tokens=150, temperature=0, stream=True
+        )
         next(iter(stream))
         process.send_signal(signal.SIGTERM)
         eventually(lambda: httpx.get(f"{served.url}/health").json() == {"status": "draining"})
-        with pytest.raises(openai.InternalServerError, match="the server is shutting down") as caught:
+        with pytest.raises(
+            openai.InternalServerError, match="the server is shutting down"
+        ) as caught:
             client.completions.create(model="tiny", prompt="def")
         assert caught.value.status_code == 503
         assert len(list(stream)) > 50
@@ -119,7 +153,9 @@ def test_the_command_serves_and_ends_with_a_signal(tmp_path: Path, monkeypatch: 
 def test_a_second_signal_ends_the_command_at_once(tmp_path: Path) -> None:
     process, served = start(tmp_path, "dense=true")
     with served.client() as client:
-        stream = client.completions.create(model="tiny", prompt="def", max_tokens=4000, temperature=0, stream=True)
+        stream = client.completions.create(
+            model="tiny", prompt="def", max_tokens=4000, temperature=0, stream=True
+        )
         next(iter(stream))
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
@@ -142,11 +178,15 @@ REFUSED = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("connections", "sent"), [(260, [b""]), (66, [REFUSED * 1500]), (66, [REFUSED] * 1500)])
+@pytest.mark.parametrize(
+    ("connections", "sent"), [(260, [b""]), (66, [REFUSED * 1500]), (66, [REFUSED] * 1500)]
+)
 def test_waiting_connections_do_not_lock_the_server_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connections: int, sent: list[bytes]
 ) -> None:
-    """More than there are descriptors, idle or without reading their answers: the oldest make room. One line says so."""
+    """More than there are descriptors, idle or without reading their answers: the oldest make room.
+    One line says so.
+    """
     monkeypatch.setenv("MSATTN_API_KEY", KEY)
     process, served = start(tmp_path, "dense=true", descriptors=96)
     logged = list[str]()
@@ -169,7 +209,9 @@ def test_waiting_connections_do_not_lock_the_server_out(
         process.send_signal(signal.SIGTERM)
         assert process.wait(SECONDS) == 0
     reader.join()
-    assert sum("connections are open; those that wait" in line for line in logged) == (len(sent[0]) == 0)
+    assert sum("connections are open; those that wait" in line for line in logged) == (
+        len(sent[0]) == 0
+    )
     assert sum("GET /v1/models 401" in line for line in logged) <= 100
 
 
@@ -184,7 +226,11 @@ def test_a_short_request_beside_clients_with_long_texts(tmp_path: Path) -> None:
 
     def leave() -> None:
         with suppress(httpx.ReadTimeout):
-            httpx.post(f"{served.url}/v1/completions", json=WORDS | {"prompt": "a" * 15_900_000}, timeout=0.5)
+            httpx.post(
+                f"{served.url}/v1/completions",
+                json=WORDS | {"prompt": "a" * 15_900_000},
+                timeout=0.5,
+            )
 
     assert served.post(json=WORDS | {"max_tokens": 1}).status_code == 200
     before = resident()

@@ -24,8 +24,12 @@ AS_ROOT = ("useradd", "apt-get")  # steps that need an image of their own
 
 
 def stages() -> dict[str, list[tuple[str, str]]]:
-    """Instructions and their arguments in each stage of the Dockerfile, those of the stage that it is based on first."""
-    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE).replace("\\\n", " ")
+    """Instructions and their arguments in each stage of the Dockerfile, those of the stage that it
+    is based on first.
+    """
+    text = re.sub(
+        r"^#.*\n", "", (ROOT / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE
+    ).replace("\\\n", " ")
     found, stage = dict[str, list[tuple[str, str]]](), ""
     for name, argument in (line.split(maxsplit=1) for line in text.splitlines() if line):
         if name == "FROM":
@@ -37,11 +41,19 @@ def stages() -> dict[str, list[tuple[str, str]]]:
 
 
 class Image:
-    """Runs the instructions of a Dockerfile in a folder, which stands for ``/``, with the dependencies of this environment."""
+    """Runs the instructions of a Dockerfile in a folder, which stands for ``/``, with the
+    dependencies of this environment.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root, self.folder, self.found = root, root, dict[str, str]()
-        self.env = {**os.environ, "PIP_NO_DEPS": "1", "PIP_NO_BUILD_ISOLATION": "0", "PYTHONPATH": ""}  # 0: without isolation
+        # 0: without isolation
+        self.env = {
+            **os.environ,
+            "PIP_NO_DEPS": "1",
+            "PIP_NO_BUILD_ISOLATION": "0",
+            "PYTHONPATH": "",
+        }
         self.env["PATH"] = f"{Path(sys.executable).parent}:{self.env['PATH']}"
 
     def here(self, text: str) -> str:
@@ -59,19 +71,25 @@ class Image:
                 is_file = (ROOT / source).is_file()
                 (shutil.copy if is_file else shutil.copytree)(ROOT / source, self.folder / target)
         elif name == "RUN" and not argument.startswith(AS_ROOT):
-            subprocess.run(["sh", "-c", self.here(argument)], cwd=self.folder, env=self.env, check=True)
+            subprocess.run(
+                ["sh", "-c", self.here(argument)], cwd=self.folder, env=self.env, check=True
+            )
             for site in self.root.glob("opt/msattn/lib/python*/site-packages"):
                 (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-                shutil.rmtree(site / "setuptools", ignore_errors=True)  # older than what the build needs
+                # older than what the build needs
+                shutil.rmtree(site / "setuptools", ignore_errors=True)
         elif name == "ENV":
             self.env |= {
-                key: os.path.expandvars(self.here(value)) for key, value in (x.split("=", 1) for x in argument.split())
+                key: os.path.expandvars(self.here(value))
+                for key, value in (x.split("=", 1) for x in argument.split())
             }
         self.found[name] = argument
 
     def command(self, name: str, port: int) -> list[str]:
         """The program of an instruction, with another port."""
-        return json.loads(re.sub("8000", str(port), self.found[name][self.found[name].index("[") :]))
+        return json.loads(
+            re.sub("8000", str(port), self.found[name][self.found[name].index("[") :])
+        )
 
 
 @pytest.fixture
@@ -96,23 +114,37 @@ def test_the_image_serves_and_the_board_shows_its_metrics(image: Image) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     health = image.command("HEALTHCHECK", port)
-    command = [*image.command("ENTRYPOINT", port), "device=cpu", "dense_below=0", "server.pages=16", "server.max_length=1024"]
+    command = [
+        *image.command("ENTRYPOINT", port),
+        "device=cpu",
+        "dense_below=0",
+        "server.pages=16",
+        "server.max_length=1024",
+    ]
 
     def healthy() -> bool:
         assert server.poll() is None
-        return subprocess.run(health, env=image.env, capture_output=True, check=False).returncode == 0
+        return (
+            subprocess.run(health, env=image.env, capture_output=True, check=False).returncode == 0
+        )
 
     assert subprocess.run(health, env=image.env, capture_output=True, check=False).returncode == 1
     with subprocess.Popen(command, cwd=image.folder, env=image.env) as server:
         try:
             eventually(healthy)
             asked = {"model": "tiny", "prompt": "def main(arguments):" * 20, "max_tokens": 2}
-            httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=SECONDS).raise_for_status()
+            httpx.post(
+                f"http://127.0.0.1:{port}/v1/completions", json=asked, timeout=SECONDS
+            ).raise_for_status()
             metrics = httpx.get(f"http://127.0.0.1:{port}/metrics").text
         finally:
             server.send_signal(signal.SIGTERM)
     assert server.returncode == 0
-    exported = {name for name in re.findall(r"^msattn_\w+", metrics, flags=re.MULTILINE) if not name.endswith("_created")}
+    exported = {
+        name
+        for name in re.findall(r"^msattn_\w+", metrics, flags=re.MULTILINE)
+        if not name.endswith("_created")
+    }
     assert set(shown()) == {name for name in exported if not name.endswith(("_sum", "_count"))}
 
 

@@ -21,7 +21,16 @@ from msattn.trainer.models import Loaded
 from msattn.trainer.serving.engines.http import connections, metrics, supervisor, text
 from msattn.trainer.training.tracker import Tracker
 from tests.running import metrics_lines
-from tests.serving.http.running import SECONDS, WORDS, Running, beside, configuration, eventually, expected, running
+from tests.serving.http.running import (
+    SECONDS,
+    WORDS,
+    Running,
+    beside,
+    configuration,
+    eventually,
+    expected,
+    running,
+)
 
 
 def endless(client: OpenAI, tokens: int = 4000) -> Any:
@@ -38,11 +47,16 @@ def text_of(stream: Any) -> str:
 @pytest.mark.slow
 def test_a_full_queue_refuses_requests(small: Loaded) -> None:
     """One request runs at a time, so the others wait."""
-    with running(small, configuration("server.max_running=1", "server.max_waiting=2")) as served, served.client() as client:
+    with (
+        running(small, configuration("server.max_running=1", "server.max_waiting=2")) as served,
+        served.client() as client,
+    ):
         stream, ask = endless(client), partial(served.post, json=WORDS | {"max_tokens": 1})
         with beside(ask, ask):
             eventually(lambda: served.engine.waiting == 2)
-            with pytest.raises(openai.RateLimitError, match="2 requests are waiting already") as caught:
+            with pytest.raises(
+                openai.RateLimitError, match="2 requests are waiting already"
+            ) as caught:
                 client.completions.create(**WORDS)
             assert caught.value.response.headers["retry-after"] == "1"
             stream.close()
@@ -51,12 +65,17 @@ def test_a_full_queue_refuses_requests(small: Loaded) -> None:
 
 
 GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100000\r\n\r\n"
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: "
+    b"application/json\r\nContent-Length: 100000\r\n\r\n"
+)
 
 
 @pytest.mark.slow
 def test_bodies_that_arrive_have_a_limit_together(small: Loaded) -> None:
-    """Four of the greatest size. Short ones are read beside them, and take no place in the queue before they have arrived."""
+    """Four of the greatest size. Short ones are read beside them, and take no place in the queue
+    before they have arrived.
+    """
     with running(small, configuration("server.max_waiting=2", "server.max_body_mb=0.1")) as served:
 
         def post(length: int = 0) -> httpx.Response:
@@ -64,7 +83,9 @@ def test_bodies_that_arrive_have_a_limit_together(small: Loaded) -> None:
 
         with ExitStack() as stack:
             for _ in range(5):
-                connection = stack.enter_context(socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS))
+                connection = stack.enter_context(
+                    socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS)
+                )
                 connection.sendall(HEAD + b" " * 99_000)
             eventually(lambda: post(50_000).status_code == 503)
             assert post(50_000).headers["retry-after"] == "1"
@@ -95,18 +116,25 @@ def test_a_connection_without_a_head_is_closed(
 
 @contextmanager
 def unread(served: Running, **change: Any) -> Iterator[socket.socket]:
-    """The connection of a client that asks for a stream of long events and reads nothing, with small buffers."""
+    """The connection of a client that asks for a stream of long events and reads nothing, with
+    small buffers.
+    """
     body = json.dumps(WORDS | {"stream": True, "logprobs": 20} | change)
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.connect(("127.0.0.1", served.port))
-        head = f"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nHost: x\r\nContent-Length: {len(body)}"
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\nHost: "
+            f"x\r\nContent-Length: {len(body)}"
+        )
         connection.sendall(f"{head}\r\n\r\n{body}".encode())
         yield connection
 
 
 @pytest.mark.slow
-def test_a_stream_that_is_not_read_is_closed(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_is_not_read_is_closed(
+    small: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.5)
     with running(small, configuration()) as served, unread(served, max_tokens=4000):
         eventually(lambda: served.metric('requests_total{outcome="cancelled"}') == 1)
@@ -124,14 +152,18 @@ def test_an_answer_ends_where_it_ends_for_a_client_that_does_not_read(small: Loa
         read = client.completions.create(**WORDS, max_tokens=300, stop=stop)
         assert read.choices[0].text == before
         with unread(served, max_tokens=300, stop=stop):
-            eventually(lambda: served.metric("requests_running") == served.metric("requests_waiting") == 0)
+            eventually(
+                lambda: served.metric("requests_running") == served.metric("requests_waiting") == 0
+            )
         eventually(lambda: served.metric('requests_total{outcome="stop"}') == 2)
         assert served.metric("generated_tokens_total") == 2 * read.usage.completion_tokens
 
 
 @pytest.mark.slow
 def test_a_client_that_closes_its_side_has_left(small: Loaded) -> None:
-    """TCP does not tell a half-closed connection from a closed one, whose answer must not be generated."""
+    """TCP does not tell a half-closed connection from a closed one, whose answer must not be
+    generated.
+    """
     with running(small, configuration()) as served:
         with unread(served, max_tokens=4000) as connection:
             assert connection.recv(10)
@@ -150,9 +182,18 @@ def test_requests_before_the_answer_to_the_one_before_are_not_answered(small: Lo
     assert answer.endswith(b"}")
 
 
-def held_encoder(monkeypatch: pytest.MonkeyPatch, least: int = 0) -> tuple[threading.Event, threading.Event, list[str]]:
-    """Lets prompts of ``least`` characters wait; returns the events of their beginning and of their end, and all prompts."""
-    encode, began, end, encoded = text.PromptEncoder.encode, threading.Event(), threading.Event(), list[str]()
+def held_encoder(
+    monkeypatch: pytest.MonkeyPatch, least: int = 0
+) -> tuple[threading.Event, threading.Event, list[str]]:
+    """Lets prompts of ``least`` characters wait; returns the events of their beginning and of their
+    end, and all prompts.
+    """
+    encode, began, end, encoded = (
+        text.PromptEncoder.encode,
+        threading.Event(),
+        threading.Event(),
+        list[str](),
+    )
 
     def slow(self: text.PromptEncoder, body: Any) -> tuple[list[int], int]:
         encoded.append(body.prompt)
@@ -177,26 +218,34 @@ def test_long_texts_are_encoded_apart(small: Loaded, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_readers_of_metrics_share_what_they_read(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_of_metrics_share_what_they_read(
+    small: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The engine stands still while it is asked."""
     with running(small, configuration()) as served:
         asked = list[float]()
         monkeypatch.setattr(
-            served.engine, "attention_stats", lambda: asked.append(time.monotonic()) or {"sparsity": len(asked)}
+            served.engine,
+            "attention_stats",
+            lambda: asked.append(time.monotonic()) or {"sparsity": len(asked)},
         )
         eventually(lambda: served.metric("sparsity") == 2)
     assert asked[1] - asked[0] >= metrics.STATS_SECONDS
 
 
 @pytest.mark.slow
-def test_the_prompt_of_a_client_that_has_left_is_not_encoded(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prompt_of_a_client_that_has_left_is_not_encoded(
+    small: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It leaves while another prompt is encoded."""
     began, left, encoded = held_encoder(monkeypatch)
     with running(small, configuration()) as served:
         with beside(partial(served.post, json=WORDS | {"max_tokens": 1})):
             assert began.wait(SECONDS)
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{served.url}/v1/completions", json=WORDS | {"prompt": "t4"}, timeout=0.3)
+                httpx.post(
+                    f"{served.url}/v1/completions", json=WORDS | {"prompt": "t4"}, timeout=0.3
+                )
             served.get("/health")  # by its answer the server has seen the closed connection
             left.set()
         eventually(lambda: served.metric('requests_total{outcome="refused"}') == 1)
@@ -219,7 +268,12 @@ def test_metrics_are_logged_to_a_tracker_when_they_change(
     assert [line["step"] for line in lines] == list(range(len(lines)))
     last = lines[-1]
     assert (last["prompt_tokens_total"], last["generated_tokens_total"]) == (3, 4)
-    assert 0 < last["time_to_first_token_seconds_mean"] <= last["request_duration_seconds_mean"] < SECONDS
+    assert (
+        0
+        < last["time_to_first_token_seconds_mean"]
+        <= last["request_duration_seconds_mean"]
+        < SECONDS
+    )
     assert not [name for name in last if name.endswith(("_bucket", "_created", "_sum"))]
 
 
@@ -234,9 +288,13 @@ def test_a_model_may_give_its_sampling_in_integers(small: Loaded) -> None:
 
 @pytest.mark.slow
 def test_the_longest_request_fits_into_the_smallest_cache(small: Loaded) -> None:
-    cfg = configuration("server.page_size=16", "server.pages=5", "server.max_length=64", "server.batch_tokens=32")
+    cfg = configuration(
+        "server.page_size=16", "server.pages=5", "server.max_length=64", "server.batch_tokens=32"
+    )
     with running(small, cfg) as served, served.client() as client:
-        longest = client.completions.create(model="tiny", prompt=[5] * 30, max_tokens=34, temperature=0)
+        longest = client.completions.create(
+            model="tiny", prompt=[5] * 30, max_tokens=34, temperature=0
+        )
         assert longest.usage is not None
         assert longest.usage.total_tokens == 64
         with pytest.raises(openai.BadRequestError, match="exceed the 64 tokens"):
@@ -245,7 +303,9 @@ def test_the_longest_request_fits_into_the_smallest_cache(small: Loaded) -> None
 
 @pytest.mark.slow
 def test_waiting_requests_begin_after_the_last_that_ran_was_cancelled(small: Loaded) -> None:
-    """The manager begins none while the flag is set, which only a request that ends by itself resets."""
+    """The manager begins none while the flag is set, which only a request that ends by itself
+    resets.
+    """
     with running(small, configuration()) as served, served.client() as client:
         stream = endless(client)
         served.engine._manager.batch_processor.scheduler.block_new_requests = True
@@ -254,7 +314,9 @@ def test_waiting_requests_begin_after_the_last_that_ran_was_cancelled(small: Loa
 
 
 @pytest.mark.slow
-def test_tokens_of_cancelled_requests_are_thrown_away(small: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_cancelled_requests_are_thrown_away(
+    small: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The manager keeps those of its last pass over a request for a reader that there is not."""
     with running(small, configuration()) as served, served.client() as client:
         kept = served.engine._manager.output_router.output_queue
@@ -274,7 +336,9 @@ def test_shutdown_takes_a_bounded_time(small: Loaded) -> None:
         stream = endless(client)
         began = time.monotonic()
         served.supervisor.stop()
-        with pytest.raises(openai.APIError, match="the server is shutting down; the answer is not complete"):
+        with pytest.raises(
+            openai.APIError, match="the server is shutting down; the answer is not complete"
+        ):
             text_of(stream)
         assert served.ended.wait(SECONDS)
         assert time.monotonic() - began < 5
@@ -284,7 +348,10 @@ def test_shutdown_takes_a_bounded_time(small: Loaded) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 def test_a_thread_that_dies_ends_the_server(
-    small: Loaded, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], kind: type[BaseException]
+    small: Loaded,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    kind: type[BaseException],
 ) -> None:
     """Requests that run get an error, new ones 503, and the command one line."""
     with running(small, configuration()) as served, served.client() as client:
@@ -302,13 +369,19 @@ def test_a_thread_that_dies_ends_the_server(
             assert httpx.get(f"{served.url}/health").status_code == 503
         assert served.ended.wait(SECONDS)
         assert isinstance(served.error, Fault)
-        assert str(served.error) == f"the thread that generates has ended ({kind.__name__}: a kernel failed)"
+        assert (
+            str(served.error)
+            == f"the thread that generates has ended ({kind.__name__}: a kernel failed)"
+        )
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "kind"),
-    [(connections, "_most_connections", OSError), (connections.Connection, "__init__", RuntimeError)],
+    [
+        (connections, "_most_connections", OSError),
+        (connections.Connection, "__init__", RuntimeError),
+    ],
 )
 def test_a_server_that_cannot_accept_connections_ends(
     small: Loaded,
@@ -322,7 +395,10 @@ def test_a_server_that_cannot_accept_connections_ends(
         raise kind("no descriptors\nwith details")
 
     monkeypatch.setattr(owner, name, fail)
-    with running(small, configuration()) as served, socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS):
+    with (
+        running(small, configuration()) as served,
+        socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS),
+    ):
         assert served.ended.wait(10)
         assert isinstance(served.error, Fault)
         assert str(served.error) == f"the HTTP server has ended ({kind.__name__}: no descriptors)"

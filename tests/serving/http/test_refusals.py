@@ -15,7 +15,11 @@ from msattn.trainer.serving.engines.http.text import TokenText
 from tests.serving.http.running import KEY, SECONDS, Running, eventually
 
 GOOD: dict[str, Any] = {"model": "tiny", "prompt": "def", "max_tokens": 2, "temperature": 0}
-CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "def"}], "max_tokens": 2}
+CHAT: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "def"}],
+    "max_tokens": 2,
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,9 +48,21 @@ def problem(answer: httpx.Response) -> dict[str, Any]:
         ({"prompt": [-1]}, "prompt", "expected one text"),
         ({"prompt": [4096]}, "prompt", "token 4096 is outside the vocabulary (4096 tokens)"),
         ({"prompt": "a b " * 4000}, "prompt", "exceed the 4096 tokens of a request"),
-        ({"prompt": "a" * 140_000}, "prompt", "140000 characters exceed the 4096 tokens of a request; shorten"),
-        ({"prompt": [1] * 6000}, None, "the body: more than 5096 values exceed the 4096 tokens of a request"),
-        ({"max_tokens": 4096}, "prompt", "exceed the 4096 tokens of a request; shorten the prompt or lower max_tokens"),
+        (
+            {"prompt": "a" * 140_000},
+            "prompt",
+            "140000 characters exceed the 4096 tokens of a request; shorten",
+        ),
+        (
+            {"prompt": [1] * 6000},
+            None,
+            "the body: more than 5096 values exceed the 4096 tokens of a request",
+        ),
+        (
+            {"max_tokens": 4096},
+            "prompt",
+            "exceed the 4096 tokens of a request; shorten the prompt or lower max_tokens",
+        ),
         ({"max_tokens": 10**40}, "prompt", "exceed"),
         ({"max_tokens": True}, "max_tokens", "max_tokens=true: input should be a valid integer"),
         ({"max_tokens": "2"}, "max_tokens", "valid integer"),
@@ -55,21 +71,41 @@ def problem(answer: httpx.Response) -> dict[str, Any]:
         ({"top_p": 0}, "top_p", "top_p=0: input should be greater than 0"),
         ({"n": 17}, "n", "n=17: input should be less than or equal to 16"),
         ({"echo": True}, "echo", "echo=true"),
-        ({"ignore_eos": True, "response_format": {"type": "json_object"}}, "ignore_eos", "an answer ends where its response_f"),
+        (
+            {"ignore_eos": True, "response_format": {"type": "json_object"}},
+            "ignore_eos",
+            "an answer ends where its response_f",
+        ),
         ({"seed": 1.5}, "seed", "seed=1.5: input should be a valid integer"),
         ({"top_k": -2}, "top_k", "greater than or equal to -1"),
         ({"top_k": 10**310}, "top_k", "less than 2147483648"),
         ({"min_p": 1.1}, "min_p", "less than or equal to 1"),
         ({"presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
-        ({"logit_bias": {"4096": 1}}, "logit_bias", "token 4096 is outside the vocabulary (4096 tokens)"),
-        ({"logit_bias": {"5": 101}}, "logit_bias.5", "logit_bias.5=101: input should be less than or equal to 100"),
+        (
+            {"logit_bias": {"4096": 1}},
+            "logit_bias",
+            "token 4096 is outside the vocabulary (4096 tokens)",
+        ),
+        (
+            {"logit_bias": {"5": 101}},
+            "logit_bias.5",
+            "logit_bias.5=101: input should be less than or equal to 100",
+        ),
         (
             {"response_format": {"type": "json_schema"}},
             "response_format",
             "json_schema is for type=json_schema, which needs it",
         ),
-        ({"response_format": {"type": "xml"}}, "response_format.type", "'text', 'json_object' or 'json_schema'"),
-        ({"stop_token_ids": [4096]}, "stop_token_ids", "token 4096 is outside the vocabulary (4096 tokens)"),
+        (
+            {"response_format": {"type": "xml"}},
+            "response_format.type",
+            "'text', 'json_object' or 'json_schema'",
+        ),
+        (
+            {"stop_token_ids": [4096]},
+            "stop_token_ids",
+            "token 4096 is outside the vocabulary (4096 tokens)",
+        ),
         ({"store": True}, "store", "store=true"),
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"stop": [""]}, "stop.0", "at least 1 character"),
@@ -78,7 +114,9 @@ def problem(answer: httpx.Response) -> dict[str, Any]:
         ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
     ],
 )
-def test_a_parameter_that_is_not_accepted_is_named(served: Running, change: dict, param: str | None, says: str) -> None:
+def test_a_parameter_that_is_not_accepted_is_named(
+    served: Running, change: dict, param: str | None, says: str
+) -> None:
     check(served.post(content=json.dumps(GOOD | change)), param, says)
 
 
@@ -100,21 +138,47 @@ def test_empty_parameters_count_as_left_out(empty: dict) -> None:
 @pytest.mark.parametrize(
     ("change", "param", "says"),
     [
-        ({"messages": [{"role": "user", "content": [{}] * 900}] * 2}, "messages.0.content.0.type", "missing"),
+        (
+            {"messages": [{"role": "user", "content": [{}] * 900}] * 2},
+            "messages.0.content.0.type",
+            "missing",
+        ),
         ({"messages": []}, "messages", "at least 1 item"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'system', 'developer', 'user' or 'assistant'"),
+        (
+            {"messages": [{"role": "tool", "content": "x"}]},
+            "messages.0.role",
+            "'system', 'developer', 'user' or 'assistant'",
+        ),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
         ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "missing"),
-        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages.0.tool_calls", "not supported"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
-        ({"messages": [{"role": "user", "content": "a" * 140_000}]}, "messages", "characters exceed"),
-        ({"messages": [*CHAT["messages"], {"role": "system", "content": "a"}]}, "messages", "system comes first"),
+        (
+            {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]},
+            "messages.0.tool_calls",
+            "not supported",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content.0.type",
+            "'text'",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "a" * 140_000}]},
+            "messages",
+            "characters exceed",
+        ),
+        (
+            {"messages": [*CHAT["messages"], {"role": "system", "content": "a"}]},
+            "messages",
+            "system comes first",
+        ),
         ({"top_logprobs": 1}, "top_logprobs", "accepted only with logprobs=true"),
         ({"tools": [{}]}, "tools", "not supported"),
         ({"max_completion_tokens": 3}, "max_completion_tokens", "give one of the two"),
     ],
 )
-def test_messages_that_are_not_accepted_are_named(served: Running, change: dict, param: str, says: str) -> None:
+def test_messages_that_are_not_accepted_are_named(
+    served: Running, change: dict, param: str, says: str
+) -> None:
     check(served.post("/v1/chat/completions", json=CHAT | change), param, says)
 
 
@@ -124,14 +188,20 @@ def test_messages_that_are_not_accepted_are_named(served: Running, change: dict,
         (b"", None, "the body: invalid JSON"),
         (b"[]", None, "the body: input should be an object"),
         (b'{"model": "tiny", "prompt": "\xe9"}', None, "invalid unicode"),
-        (b'{"model": "tiny", "prompt": "\\ud800"}', None, "invalid JSON"),  # half of a surrogate pair, which is no text
+        # half of a surrogate pair, which is no text
+        (b'{"model": "tiny", "prompt": "\\ud800"}', None, "invalid JSON"),
         (b'{"model": ' + b"9" * 5000 + b"}", None, "number out of range"),
-        *((b'{"user": ' + b"[" * depth + b"]" * depth + b"}", None, "recursion limit") for depth in (300, 900, 5000)),
+        *(
+            (b'{"user": ' + b"[" * depth + b"]" * depth + b"}", None, "recursion limit")
+            for depth in (300, 900, 5000)
+        ),
         (b'{"user": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", None, "more than 5096 values"),
         (b"{}", "model", "model: this parameter is missing"),
     ],
 )
-def test_a_body_that_is_no_request(served: Running, body: bytes, param: str | None, says: str) -> None:
+def test_a_body_that_is_no_request(
+    served: Running, body: bytes, param: str | None, says: str
+) -> None:
     check(served.post(content=body), param, says)
 
 
@@ -142,19 +212,26 @@ def check(answer: httpx.Response, param: str | None, says: str) -> None:
     assert says in error["message"]
 
 
-def test_a_model_without_a_template_has_no_chat(embedded: Loaded, client: OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_a_template_has_no_chat(
+    embedded: Loaded, client: OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(embedded.tokenizer, "chat_template", None)
-    with pytest.raises(openai.BadRequestError, match="no chat template; send a prompt to /v1/completions"):
+    with pytest.raises(
+        openai.BadRequestError, match="no chat template; send a prompt to /v1/completions"
+    ):
         client.chat.completions.create(**CHAT)
 
 
 def test_other_statuses(served: Running, client: OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="model=gpt-4: no such model; this server has tiny") as caught:
+    with pytest.raises(
+        openai.NotFoundError, match="model=gpt-4: no such model; this server has tiny"
+    ) as caught:
         client.completions.create(model="gpt-4", prompt="a")
     assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
     answers = [
         (404, served.post("/v1/embeddings", json=GOOD)),
-        (404, served.post("/v1/completions/", json=GOOD)),  # no redirection to the host that the client names
+        # no redirection to the host that the client names
+        (404, served.post("/v1/completions/", json=GOOD)),
         (405, served.get("/v1/completions")),
         (413, served.post(json=GOOD | {"prompt": "a" * 200_000})),
         (413, served.post(content=iter([b" " * 50_000] * 5))),  # in chunks, without Content-Length
@@ -185,20 +262,36 @@ def test_the_scheme_of_a_key_has_no_case(served: Running, scheme: str) -> None:
 
 
 def test_bytes_that_are_no_request(served: Running) -> None:
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+        f"{KEY}\r\nContent-Type: application/json\r\n"
+    )
     assert b" 400 " in served.raw(b"\x00\xff\x16\x03\x01nonsense\r\n\r\n").split(b"\r\n")[0]
-    assert b" 413 " in served.raw(f"{head}Content-Length: 99999999999\r\n\r\n".encode()).split(b"\r\n")[0]
-    assert b" 200 " not in served.raw(f"{head}Content-Length: {'9' * 5000}\r\n\r\n".encode()).split(b"\r\n")[0]
+    assert (
+        b" 413 "
+        in served.raw(f"{head}Content-Length: 99999999999\r\n\r\n".encode()).split(b"\r\n")[0]
+    )
+    assert (
+        b" 200 "
+        not in served.raw(f"{head}Content-Length: {'9' * 5000}\r\n\r\n".encode()).split(b"\r\n")[0]
+    )
     assert b" 400 " in served.raw(f"{head}Content-Length: -5\r\n\r\n".encode()).split(b"\r\n")[0]
-    assert b" 200 " not in served.raw(f"{head}Content-Length: 100\r\n\r\n{{".encode())  # the client leaves amid its body
+    # the client leaves amid its body
+    assert b" 200 " not in served.raw(f"{head}Content-Length: 100\r\n\r\n{{".encode())
     assert b" 40" in served.raw(b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n").split(b"\r\n")[0]
 
 
-def test_the_log_has_one_line_without_the_text(served: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_one_line_without_the_text(
+    served: Running, caplog: pytest.LogCaptureFixture
+) -> None:
     def own() -> list[str]:
-        """The lines of these requests: a line is written after its answer, so that of the test before may be among them."""
+        """The lines of these requests: a line is written after its answer, so that of the test
+        before may be among them.
+        """
         lines = [record.getMessage() for record in caplog.records if record.name == "msattn.serve"]
-        return sorted(line for line in lines if "+ 11 tokens" in line or "[2J" in line or "/health" in line)
+        return sorted(
+            line for line in lines if "+ 11 tokens" in line or "[2J" in line or "/health" in line
+        )
 
     with caplog.at_level("INFO", "msattn.serve"):
         served.get("/health")
@@ -212,9 +305,13 @@ def test_the_log_has_one_line_without_the_text(served: Running, caplog: pytest.L
 
 
 @pytest.mark.parametrize("when", ["before the answer", "in the answer"])
-def test_a_fault_of_the_server_has_no_details(served: Running, caplog: pytest.LogCaptureFixture, when: str) -> None:
+def test_a_fault_of_the_server_has_no_details(
+    served: Running, caplog: pytest.LogCaptureFixture, when: str
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        owner, name = (served.engine, "submit") if when == "before the answer" else (TokenText, "push")
+        owner, name = (
+            (served.engine, "submit") if when == "before the answer" else (TokenText, "push")
+        )
         patch.setattr(owner, name, lambda *arguments, **options: 1 / 0)
         answer = served.post(json=GOOD)
     assert (answer.status_code, problem(answer)["message"]) == (500, "the server failed")

@@ -15,7 +15,9 @@ PAGE = 32
 def alone(model: Any, prompt: list[int], new: int = NEW, **options: Any) -> list[int]:
     """Returns the tokens that ``generate`` gives for one prompt."""
     ids = torch.tensor([prompt], device=model.device)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **options)
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, **options
+    )
     return out[0, len(prompt) :].tolist()
 
 
@@ -26,10 +28,18 @@ def answer(manager: Any, prompt: list[int], new: int = NEW) -> Any:
 
 
 def together(
-    model: Any, sparse: Sparse, prompts: list[list[int]], generation: GenerationConfig = GREEDY, **options: Any
+    model: Any,
+    sparse: Sparse,
+    prompts: list[list[int]],
+    generation: GenerationConfig = GREEDY,
+    **options: Any,
 ) -> list[list[int]]:
     """Returns the tokens that ``generate_batch`` gives for each prompt."""
-    config = sparse.batching_config(**{"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 512, **options})
-    outputs = model.generate_batch(prompts, generation_config=generation, continuous_batching_config=config).values()
+    config = sparse.batching_config(
+        **{"page_size": PAGE, "num_blocks": 64, "max_batch_tokens": 512, **options}
+    )
+    outputs = model.generate_batch(
+        prompts, generation_config=generation, continuous_batching_config=config
+    ).values()
     assert [output.error for output in outputs] == [None] * len(outputs)
     return [output.generated_tokens for output in outputs]

@@ -11,7 +11,9 @@ from msattn.trainer.serving.paged import check_version
 
 @pytest.fixture(autouse=True)
 def _new_transformers() -> None:
-    """Skips the test where msattn refuses continuous batching, as on machines for GPU tests with an older transformers."""
+    """Skips the test where msattn refuses continuous batching, as on machines for GPU tests with an
+    older transformers.
+    """
     try:
         check_version("generate_batch")
     except UserError as error:
@@ -20,7 +22,9 @@ def _new_transformers() -> None:
 
 @pytest.fixture(autouse=True)
 def _quick_collections() -> Iterator[None]:
-    """Keeps the collector, which the end of a manager calls twice, from looking at what is older than the test."""
+    """Keeps the collector, which the end of a manager calls twice, from looking at what is older
+    than the test.
+    """
     gc.freeze()
     yield
     gc.unfreeze()

@@ -1,4 +1,6 @@
-"""Continuous batching of an attached model: dense `generate` if everything is read, and the tokens of sparse `generate`."""
+"""Continuous batching of an attached model: dense `generate` if everything is read, and the tokens
+of sparse `generate`.
+"""
 
 import subprocess
 import sys
@@ -41,12 +43,20 @@ while True:
     x @ x
     torch.cuda.synchronize()
 """
-ROUTED: dict[str, Any] = {"qmodel": random_partition(), "probes": 2, "recent": 64, "sink": 1, "dense_layers": (0,)}
+ROUTED: dict[str, Any] = {
+    "qmodel": random_partition(),
+    "probes": 2,
+    "recent": 64,
+    "sink": 1,
+    "dense_layers": (0,),
+}
 
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Counts the tokens of prefixes that were found in the cache, and the requests that were preempted."""
+    """Counts the tokens of prefixes that were found in the cache, and the requests that were
+    preempted.
+    """
     counts: Counter[str] = Counter()
     search, offload = PagedAttentionCache.search_prefix_match, OffloadingManager.offload_requests
 
@@ -76,33 +86,55 @@ def ragged(count: int) -> list[list[int]]:
 def test_reading_every_key_gives_the_tokens_of_dense_generate(
     events: Counter[str], count: int, pages_of_request: int | None
 ) -> None:
-    """Prompts are chunked, share prefixes, and are preempted: all of them hold more pages than there are."""
+    """Prompts are chunked, share prefixes, and are preempted: all of them hold more pages than
+    there are.
+    """
     model, prompts = tiny_model(), ragged(count)
     expected = [alone(model, prompt) for prompt in prompts]
     with attach_reading_all(model) as sparse:
-        options = {"page_size": BLOCK, "num_blocks": 15, "max_batch_tokens": 75, "safety_margin": 0.0}
-        assert together(model, sparse, prompts, **options, max_blocks_per_request=pages_of_request) == expected
+        options = {
+            "page_size": BLOCK,
+            "num_blocks": 15,
+            "max_batch_tokens": 75,
+            "safety_margin": 0.0,
+        }
+        assert (
+            together(model, sparse, prompts, **options, max_blocks_per_request=pages_of_request)
+            == expected
+        )
         stats = sparse.stats()
         (counter,) = sparse.statistics._key_counts.values()  # one, of whatever number of sequences
     assert len(counter) >= min(count, 75)
-    assert (stats["sparsity"], stats["selectivity"], stats["dense_fallbacks"], stats["dense_by_choice"]) == (0, 1, 0, 0)
+    assert (
+        stats["sparsity"],
+        stats["selectivity"],
+        stats["dense_fallbacks"],
+        stats["dense_by_choice"],
+    ) == (0, 1, 0, 0)
     assert events["shared"] > 0
     assert events["preempted"] > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("select", ["gate", "fewer keys", "quest", "mean_pool", "sink_local", "oracle", "vertical_slash"])
+@pytest.mark.parametrize(
+    "select", ["gate", "fewer keys", "quest", "mean_pool", "sink_local", "oracle", "vertical_slash"]
+)
 def test_chunks_of_whole_blocks_select_as_one_pass(select: str) -> None:
-    """Policies look at one row of blocks, so chunks make no difference; nor do other requests in the same passes."""
+    """Policies look at one row of blocks, so chunks make no difference; nor do other requests in
+    the same passes.
+    """
     model, prompts = tiny_model(), prompts_of(150, 190, 97)
     attached: dict[str, Any] = {"gate": gate_for(model), "select": HALF}
     if select == "fewer keys":
-        gate = Gate.build(model.config, GateConfig(block_size=2 * BLOCK, key_block_size=BLOCK)).requires_grad_(False)
+        gate = Gate.build(
+            model.config, GateConfig(block_size=2 * BLOCK, key_block_size=BLOCK)
+        ).requires_grad_(False)
         attached = {"gate": gate, "select": HALF}
     elif select != "gate":
         attached = {"select": SelectConfig(sparsity=0.5, scores=select, block_size=BLOCK)}
     dense = [alone(model, prompt) for prompt in prompts]
-    if select == "vertical_slash":  # its pattern is that of the last queries of a pass, so only whole prompts agree
+    # its pattern is that of the last queries of a pass, so only whole prompts agree
+    if select == "vertical_slash":
         prompts, dense = prompts[:1], dense[:1]
     with attach(model, **attached, **ROUTED):
         expected = [alone(model, prompt) for prompt in prompts]
@@ -115,8 +147,12 @@ def test_chunks_of_whole_blocks_select_as_one_pass(select: str) -> None:
         assert 0.2 < stats["sparsity"] < 0.5
         assert 0.3 < stats["selectivity"] < 1
         assert (stats["dense_fallbacks"], stats["dense_by_choice"]) == (0, 0)
-    with attach(model, **attached, **ROUTED) as sparse:  # cut in the middle of a block, prompts would have other row blocks
-        assert together(model, sparse, [*prompts, *reversed(prompts)], max_batch_tokens=chunk + 5) == expected + expected[::-1]
+    # cut in the middle of a block, prompts would have other row blocks
+    with attach(model, **attached, **ROUTED) as sparse:
+        assert (
+            together(model, sparse, [*prompts, *reversed(prompts)], max_batch_tokens=chunk + 5)
+            == expected + expected[::-1]
+        )
 
 
 @pytest.mark.parametrize("chunk", [512, 4 * BLOCK])
@@ -129,7 +165,9 @@ def test_the_last_chunk_of_a_prompt_knows_its_question(chunk: int) -> None:
             return super().__call__(replace(x, ends_prompt=x.num_keys >= len(prompt)))
 
     gate = gate_for(model)
-    with attach(model, select=Selection(TopK(sparsity=0.5), KnownEnd(gate), AlwaysRead(0, 0)), **ROUTED):
+    with attach(
+        model, select=Selection(TopK(sparsity=0.5), KnownEnd(gate), AlwaysRead(0, 0)), **ROUTED
+    ):
         expected = alone(model, prompt, prefill_chunk_size=chunk)
     with attach(model, gate=gate, select=replace(HALF, scores="gate_question"), **ROUTED) as sparse:
         assert together(model, sparse, [prompt], max_batch_tokens=chunk) == [expected]
@@ -139,7 +177,10 @@ def test_the_last_chunk_of_a_prompt_knows_its_question(chunk: int) -> None:
 def test_the_last_queries_read_every_block() -> None:
     """A prompt that is no longer than these is dense by choice."""
     model, prompts = tiny_model(), prompts_of(150, 190, 97, 2 * BLOCK)
-    attached: dict[str, Any] = {"gate": gate_for(model), "select": replace(HALF, sparsity=0.8, dense_queries=2 * BLOCK)}
+    attached: dict[str, Any] = {
+        "gate": gate_for(model),
+        "select": replace(HALF, sparsity=0.8, dense_queries=2 * BLOCK),
+    }
     with attach(model, **attached, **ROUTED):
         expected = [alone(model, prompt) for prompt in prompts]
     with attach(model, **attached, **ROUTED) as sparse:
@@ -181,22 +222,34 @@ def test_routers_without_training(router: str) -> None:
 def test_short_sequences_stay_dense(pages_of_request: int | None) -> None:
     """Those that are too short for buckets read every key, beside others that do not."""
     model, (short, long) = tiny_model(), prompts_of(40, 190)
-    options: dict[str, Any] = {**ROUTED, "recent": 8, "select": EVERY_BLOCK, "gate": gate_for(model), "dense_below": 100}
+    options: dict[str, Any] = {
+        **ROUTED,
+        "recent": 8,
+        "select": EVERY_BLOCK,
+        "gate": gate_for(model),
+        "dense_below": 100,
+    }
     dense = alone(model, short)
     with attach(model, **options) as sparse:
         assert together(model, sparse, [short], max_blocks_per_request=pages_of_request) == [dense]
         stats = sparse.stats()
         assert stats["selectivity"] == 1
-        assert stats["dense_by_choice"] == LAYERS + 9  # the prompt, and tokens after the first in one routed layer
+        # the prompt, and tokens after the first in one routed layer
+        assert stats["dense_by_choice"] == LAYERS + 9
     with attach(model, **options) as sparse:
-        assert together(model, sparse, [short, long], max_blocks_per_request=pages_of_request)[0] == dense
+        assert (
+            together(model, sparse, [short, long], max_blocks_per_request=pages_of_request)[0]
+            == dense
+        )
         stats = sparse.stats()
         assert stats["dense_by_choice"] == LAYERS
         assert stats["selectivity"] < 1
 
 
 def test_masks_are_not_wider_than_their_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dense prompts have none, and short ones do not get the width of a long one in the same pass."""
+    """Dense prompts have none, and short ones do not get the width of a long one in the same
+    pass.
+    """
     masks, operation = list[tuple[int, ...] | None](), attention.paged_block_sparse_attention
 
     def seen(q: Any, cache: Any, cu_queries: Any, mask: Any, **options: Any) -> Any:
@@ -214,14 +267,20 @@ def test_masks_are_not_wider_than_their_prompts(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_dynamic_rope_falls_back_to_dense_chunks() -> None:
-    """Keys of decoded tokens are not known before RoPE if angles depend on the length; those of prompts were pooled."""
+    """Keys of decoded tokens are not known before RoPE if angles depend on the length; those of
+    prompts were pooled.
+    """
     model, (prompt,) = tiny_model(rope="dynamic"), prompts_of(5 * PAGE - 4)
     follow_up = [*prompt, *alone(model, prompt), *prompt[:20]]
     dense = [alone(model, each) for each in (prompt, follow_up)]
     with attach(model, gate=gate_for(model), select=EVERY_BLOCK) as sparse:
         config = sparse.batching_config(page_size=PAGE, num_blocks=64, max_batch_tokens=4 * BLOCK)
-        with model.continuous_batching_context_manager(GREEDY, continuous_batching_config=config) as manager:
-            for ids, expected, fallbacks in zip((prompt, follow_up), dense, (0, LAYERS), strict=True):
+        with model.continuous_batching_context_manager(
+            GREEDY, continuous_batching_config=config
+        ) as manager:
+            for ids, expected, fallbacks in zip(
+                (prompt, follow_up), dense, (0, LAYERS), strict=True
+            ):
                 assert answer(manager, ids).generated_tokens == expected
                 assert sparse.stats()["dense_fallbacks"] == fallbacks
 
@@ -229,12 +288,17 @@ def test_dynamic_rope_falls_back_to_dense_chunks() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("cuda_graphs", [True, False])
 def test_cuda_graphs_give_the_tokens_of_dense_generate(cuda_graphs: bool) -> None:
-    """Passes are padded, and decoded tokens replay graphs; the warm-up of transformers counts nowhere."""
+    """Passes are padded, and decoded tokens replay graphs; the warm-up of transformers counts
+    nowhere.
+    """
     model, prompts = tiny_model(), ragged(12)
     model.to("cuda")
     expected = [alone(model, prompt) for prompt in prompts]
     with attach_reading_all(model, cuda_graphs=cuda_graphs) as sparse:
-        assert together(model, sparse, prompts, max_batch_tokens=75, max_requests_per_batch=8) == expected
+        assert (
+            together(model, sparse, prompts, max_batch_tokens=75, max_requests_per_batch=8)
+            == expected
+        )
         stats = sparse.stats()
     assert (stats["sparsity"], stats["selectivity"], stats["dense_fallbacks"]) == (0, 1, 0)
     with attach(model, gate=gate_for(model), select=HALF, **ROUTED) as sparse:
@@ -250,14 +314,19 @@ def test_a_gpu_that_others_keep_busy() -> None:
     model, prompts = tiny_model(), ragged(12)
     model.to("cuda")
     expected = [alone(model, prompt) for prompt in prompts]
-    others = [subprocess.Popen([sys.executable, "-c", PRODUCTS], stdout=subprocess.PIPE) for _ in range(3)]
+    others = [
+        subprocess.Popen([sys.executable, "-c", PRODUCTS], stdout=subprocess.PIPE) for _ in range(3)
+    ]
     try:
         for other in others:
             assert other.stdout is not None
             other.stdout.readline()
         for _ in range(5):
             with attach_reading_all(model) as sparse:
-                assert together(model, sparse, prompts, max_batch_tokens=75, max_requests_per_batch=8) == expected
+                assert (
+                    together(model, sparse, prompts, max_batch_tokens=75, max_requests_per_batch=8)
+                    == expected
+                )
     finally:
         for other in others:
             other.kill()
@@ -275,9 +344,11 @@ def test_short_sequences_in_a_graph_read_every_key() -> None:
 
 
 def test_shares_of_the_keys(events: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Buckets are chosen by density: with a threshold that all reach, tokens are those of dense attention.
+    """Buckets are chosen by density: with a threshold that all reach, tokens are those of dense
+    attention.
 
-    The sizes of buckets are kept while sequences come and go, share pages and are preempted, and equal those of a new count.
+    The sizes of buckets are kept while sequences come and go, share pages and are preempted, and
+    equal those of a new count.
     """
     model, prompts = tiny_model(), ragged(10)
     router = QModel(random_partition(), 2, 8).requires_grad_(False).eval()
@@ -292,7 +363,13 @@ def test_shares_of_the_keys(events: Counter[str], monkeypatch: pytest.MonkeyPatc
         return sizes
 
     monkeypatch.setattr(BucketSizes, "count", compared)
-    options: dict[str, Any] = {"qmodel": router, "recent": 8, "sink": 1, "dense_layers": (), "dense_below": 0}
+    options: dict[str, Any] = {
+        "qmodel": router,
+        "recent": 8,
+        "sink": 1,
+        "dense_layers": (),
+        "dense_below": 0,
+    }
     pages = {"page_size": BLOCK, "num_blocks": 15, "max_batch_tokens": 75, "safety_margin": 0.0}
     with attach(model, **options, keys=0.5) as sparse:
         assert together(model, sparse, prompts, **pages) == expected

@@ -1,4 +1,6 @@
-"""State of the slots of a paged cache: pooled keys and buckets of shared, preempted, copied and padded pages."""
+"""State of the slots of a paged cache: pooled keys and buckets of shared, preempted, copied and
+padded pages.
+"""
 
 import gc
 import weakref
@@ -29,11 +31,15 @@ AFTER_ROPE = KMeans(random_partition().centroids, random_partition().layers, rop
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Checks pooled keys and buckets wherever they are used against those of the cached keys; counts what it has seen."""
+    """Checks pooled keys and buckets wherever they are used against those of the cached keys;
+    counts what it has seen.
+    """
     counts: Counter[str] = Counter()
     pool, decode = PagedState.pool_keys, PagedAttention._decoded
 
-    def pool_keys(state: PagedState, x: LayerInputs, prompt: PromptChunk, rotation: Rotation | None) -> Tensor:
+    def pool_keys(
+        state: PagedState, x: LayerInputs, prompt: PromptChunk, rotation: Rotation | None
+    ) -> Tensor:
         pooled = pool(state, x, prompt, rotation)
         assert state.gate is not None
         assert rotation is not None
@@ -45,12 +51,16 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts["recovered blocks"] += (prompt.keys - prompt.queries) // BLOCK - prompt.pooled
         return pooled
 
-    def decoded(attention: PagedAttention, x: LayerInputs, now: PagedPass, rows: Sequences) -> Tensor:
+    def decoded(
+        attention: PagedAttention, x: LayerInputs, now: PagedPass, rows: Sequences
+    ) -> Tensor:
         for table, length in zip(rows.table, rows.kv_len.tolist(), strict=True):
             if length > 0 and x.layer in now.state.buckets:
                 keys, _ = now.state.keys(x.layer, table, 0, length)
                 positions = torch.arange(length)
-                held = now.state.buckets[x.layer][table[positions // now.state.page_size].long(), positions % PAGE]
+                held = now.state.buckets[x.layer][
+                    table[positions // now.state.page_size].long(), positions % PAGE
+                ]
                 assert torch.equal(held.T[None], AFTER_ROPE.assign(x.layer, keys, keys))
                 counts["decoded"] += 1
         return decode(attention, x, now, rows)
@@ -71,18 +81,23 @@ def test_state_follows_preempted_requests_and_prefixes(seen: Counter[str]) -> No
 
 
 def test_pooled_keys_of_decoded_tokens_are_recovered(seen: Counter[str]) -> None:
-    """The next turn of a chat finds pages of the answer, of whose blocks no keys before RoPE were kept.
+    """The next turn of a chat finds pages of the answer, of whose blocks no keys before RoPE were
+    kept.
 
     All pages were in use by another request before, which has left its own pooled keys there.
     """
     model, (other, prompt) = tiny_model(), prompts_of(230, 3 * PAGE - 5)
     with attach_reading_all(model, qmodel=AFTER_ROPE) as sparse:
         config = sparse.batching_config(page_size=PAGE, num_blocks=8, max_batch_tokens=256)
-        with model.continuous_batching_context_manager(GREEDY, continuous_batching_config=config) as manager:
+        with model.continuous_batching_context_manager(
+            GREEDY, continuous_batching_config=config
+        ) as manager:
             answers = []
             for turn in range(4):
                 asked = prompt if turn else other
-                answers.append((asked, answer(manager, asked, PAGE + 3 if turn else 2).generated_tokens))
+                answers.append(
+                    (asked, answer(manager, asked, PAGE + 3 if turn else 2).generated_tokens)
+                )
                 prompt = [*asked, *answers[-1][1], 7, 8, 9] if turn else prompt
     assert seen["recovered blocks"] > 0
     assert seen["known blocks"] > 0
@@ -90,8 +105,12 @@ def test_pooled_keys_of_decoded_tokens_are_recovered(seen: Counter[str]) -> None
         assert tokens[:10] == alone(model, asked)[: len(tokens)]
 
 
-def test_a_pass_that_fails_leaves_no_pooled_keys_behind(monkeypatch: pytest.MonkeyPatch, seen: Counter[str]) -> None:
-    """A manager that goes on after it pools the keys of the pages again, which it finds in the cache."""
+def test_a_pass_that_fails_leaves_no_pooled_keys_behind(
+    monkeypatch: pytest.MonkeyPatch, seen: Counter[str]
+) -> None:
+    """A manager that goes on after it pools the keys of the pages again, which it finds in the
+    cache.
+    """
     model, (prompt,), fails = tiny_model(), prompts_of(3 * PAGE - 5), False
     write = PagedAttention._write
 
@@ -112,7 +131,10 @@ def test_a_pass_that_fails_leaves_no_pooled_keys_behind(monkeypatch: pytest.Monk
         manager._generation_thread.join(20)
         fails = False
         (state,) = sparse.paged._states.values()
-        assert all(bool((pooled.flatten(2)[state.is_pooled] != 0).any(-1).all()) for pooled in state.pooled.values())
+        assert all(
+            bool((pooled.flatten(2)[state.is_pooled] != 0).any(-1).all())
+            for pooled in state.pooled.values()
+        )
         manager.start()
         assert answer(manager, turn).generated_tokens == alone(model, turn)
         manager.stop()
@@ -120,11 +142,20 @@ def test_a_pass_that_fails_leaves_no_pooled_keys_behind(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("pages_of_request", [None, 0])
-def test_copied_pages_have_the_state_of_theirs(seen: Counter[str], pages_of_request: int | None) -> None:
-    """Requests with several answers fork: they share whole pages, and get copies of the unfinished one."""
+def test_copied_pages_have_the_state_of_theirs(
+    seen: Counter[str], pages_of_request: int | None
+) -> None:
+    """Requests with several answers fork: they share whole pages, and get copies of the unfinished
+    one.
+    """
     model, prompts = tiny_model(), prompts_of(150, 97)
     several = GenerationConfig(
-        max_new_tokens=10, do_sample=True, num_return_sequences=3, eos_token_id=-1, pad_token_id=0, temperature=2.0
+        max_new_tokens=10,
+        do_sample=True,
+        num_return_sequences=3,
+        eos_token_id=-1,
+        pad_token_id=0,
+        temperature=2.0,
     )
     with attach_reading_all(model, qmodel=AFTER_ROPE) as sparse:
         answers = together(model, sparse, prompts, several, max_blocks_per_request=pages_of_request)
@@ -133,8 +164,12 @@ def test_copied_pages_have_the_state_of_theirs(seen: Counter[str], pages_of_requ
 
 
 @pytest.mark.parametrize("pages_of_request", [None, 0])
-def test_padded_passes(monkeypatch: pytest.MonkeyPatch, seen: Counter[str], pages_of_request: int | None) -> None:
-    """With CUDA graphs transformers pads all passes, with sequences of no tokens and tokens of no sequence."""
+def test_padded_passes(
+    monkeypatch: pytest.MonkeyPatch, seen: Counter[str], pages_of_request: int | None
+) -> None:
+    """With CUDA graphs transformers pads all passes, with sequences of no tokens and tokens of no
+    sequence.
+    """
     create = ModelRunner.__init__
 
     def padding(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -145,7 +180,11 @@ def test_padded_passes(monkeypatch: pytest.MonkeyPatch, seen: Counter[str], page
     model, prompts = tiny_model(), prompts_of(150, 97, 20, 1)
     expected = [alone(model, prompt) for prompt in prompts]
     with attach_reading_all(model, qmodel=AFTER_ROPE) as sparse:
-        options = {"max_batch_tokens": 70, "max_blocks_per_request": pages_of_request, "max_requests_per_batch": 8}
+        options = {
+            "max_batch_tokens": 70,
+            "max_blocks_per_request": pages_of_request,
+            "max_requests_per_batch": 8,
+        }
         assert together(model, sparse, prompts, **options) == expected
         stats = sparse.stats()
     assert (stats["selectivity"], stats["sparsity"]) == (1, 0)
@@ -157,7 +196,9 @@ def test_leaving_the_context_frees_the_state() -> None:
     for _ in range(2):
         with attach_reading_all(model) as sparse:
             assert together(model, sparse, prompts) == [expected]
-            manager = model.init_continuous_batching(GREEDY, sparse.batching_config(page_size=PAGE, num_blocks=32))
+            manager = model.init_continuous_batching(
+                GREEDY, sparse.batching_config(page_size=PAGE, num_blocks=32)
+            )
             manager.start()
             assert answer(manager, prompts[0]).generated_tokens == expected
             held = list(sparse.paged._states.values())[-1]

@@ -1,1 +1,3 @@
-"""Retrieval tasks: their wordings, texts (exercises), token sequences, and needles in training text."""
+"""Retrieval tasks: their wordings, texts (exercises), token sequences, and needles in training
+text.
+"""

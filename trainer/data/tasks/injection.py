@@ -14,7 +14,8 @@ Fact = tuple[str, str]  # a statement, and a question with its answer
 
 
 def inject_needles(text: str, name: str) -> str:
-    """Inserts facts, drawn from ``name``, between the lines of ``text``: half of them new, half repetitions of recent ones.
+    """Inserts facts, drawn from ``name``, between the lines of ``text``: half of them new, half
+    repetitions of recent ones.
 
     A repetition is the statement again, or a question and its answer.
     """
@@ -28,7 +29,11 @@ def inject_needles(text: str, name: str) -> str:
         if distance >= MIN_DISTANCE:
             distance = 0
             if not recent or rng.random() < 0.5:
-                wording, key, value = TRAINING[rng.integers(len(TRAINING))], random_key(rng), random_value(rng)
+                wording, key, value = (
+                    TRAINING[rng.integers(len(TRAINING))],
+                    random_key(rng),
+                    random_value(rng),
+                )
                 recent.append((wording.state(key, value), f"{wording.ask([key], 1)} {value}."))
                 pieces.append(f" {recent[-1][0]} ")
             else:

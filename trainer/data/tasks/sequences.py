@@ -1,7 +1,9 @@
-"""Token sequences with retrieval tasks: facts hidden in text, then questions and answers, with a loss weight for each token.
+"""Token sequences with retrieval tasks: facts hidden in text, then questions and answers, with a
+loss weight for each token.
 
-Answer tokens have a larger weight, tokens that cannot be predicted have weight 0, and the surrounding text has weight 1. Long
-sequences may have several exercises, and their answers weigh more: a single one among 32,768 tokens would hardly be learned.
+Answer tokens have a larger weight, tokens that cannot be predicted have weight 0, and the
+surrounding text has weight 1. Long sequences may have several exercises, and their answers weigh
+more: a single one among 32,768 tokens would hardly be learned.
 """
 
 import math
@@ -14,7 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from msattn.trainer.data.chunking import encode_texts
-from msattn.trainer.data.tasks.exercises import COMBINED, TASKS, Exercise, Rng, combine, distinct, random_key, random_value
+from msattn.trainer.data.tasks.exercises import (
+    COMBINED,
+    TASKS,
+    Exercise,
+    Rng,
+    combine,
+    distinct,
+    random_key,
+    random_value,
+)
 from msattn.trainer.data.tasks.grammar import introduce
 from msattn.trainer.data.tasks.wordings import Wording
 
@@ -23,7 +34,8 @@ Weights = NDArray[np.float32]
 Pieces = list[tuple[TokenIds, Weights]]  # pieces of several texts
 Crop = Callable[[Rng, int], TokenIds]  # (rng, length) -> that many successive tokens of text
 
-ANSWER_WEIGHT, ANSWER_LENGTH = 6.0, 512  # loss weight of answer tokens in sequences of up to 512 tokens; text has 1
+# loss weight of answer tokens in sequences of up to 512 tokens; text has 1
+ANSWER_WEIGHT, ANSWER_LENGTH = 6.0, 512
 ROOM = 2048  # tokens for each exercise of a sequence that has several
 COPIES = "copies"  # a task of tokens, not of text
 NAMES = (*TASKS, COPIES)
@@ -31,12 +43,16 @@ INTRODUCED = 0.3  # share of the exercises that begin with an instruction
 MONOTONOUS = 0.12  # share of the exercises whose text repeats a short passage
 SPACE_ASKED = 0.08  # share of the exercises whose questions end with the space before the answer
 MOST_WORDS = 500  # words that a task draws
-WORD_CROPS, WORD_CROP = 512, 128  # number and tokens of the crops whose words keys and lists are made of
-SPACES = ("Ġ", "▁")  # begin tokens that begin with a space, in byte-level and in SentencePiece vocabularies
+# number and tokens of the crops whose words keys and lists are made of
+WORD_CROPS, WORD_CROP = 512, 128
+# begin tokens that begin with a space, in byte-level and in SentencePiece vocabularies
+SPACES = ("Ġ", "▁")
 
 
 def crop_from(tokens: NDArray[Any]) -> Crop:
-    """Returns a function that draws successive tokens from a random place; it raises ValueError for more than there are."""
+    """Returns a function that draws successive tokens from a random place; it raises ValueError for
+    more than there are.
+    """
 
     def crop(rng: Rng, length: int) -> TokenIds:
         if length > len(tokens):
@@ -49,7 +65,9 @@ def crop_from(tokens: NDArray[Any]) -> Crop:
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens ``ids`` to insert into a text before its token ``position``, with their loss weights."""
+    """Tokens ``ids`` to insert into a text before its token ``position``, with their loss
+    weights.
+    """
 
     position: int
     ids: TokenIds
@@ -57,11 +75,15 @@ class Span:
 
 
 def insert_spans(text: TokenIds, spans: Sequence[Span]) -> tuple[TokenIds, Weights]:
-    """Returns ids and weights of ``text``, with weight 1, and ``spans``; spans at the same position keep their order."""
+    """Returns ids and weights of ``text``, with weight 1, and ``spans``; spans at the same position
+    keep their order.
+    """
     ordered = sorted(spans, key=lambda span: span.position)
     ids: list[TokenIds] = []
     weights: list[Weights] = []
-    for start, span in zip([0, *(previous.position for previous in ordered)], ordered, strict=False):
+    for start, span in zip(
+        [0, *(previous.position for previous in ordered)], ordered, strict=False
+    ):
         ids += [text[start : span.position], span.ids]
         weights += [np.ones(span.position - start, np.float32), span.weights]
     tail = text[ordered[-1].position if ordered else 0 :]
@@ -69,9 +91,11 @@ def insert_spans(text: TokenIds, spans: Sequence[Span]) -> tuple[TokenIds, Weigh
 
 
 class TaskSequences:
-    """Makes token sequences of the tasks :data:`NAMES` for one tokenizer; ``crop`` draws the text around the tasks.
+    """Makes token sequences of the tasks :data:`NAMES` for one tokenizer; ``crop`` draws the text
+    around the tasks.
 
-    ``words``, for keys and lists, are lower-case words of the vocabulary, and of the text, most of which have several tokens.
+    ``words``, for keys and lists, are lower-case words of the vocabulary, and of the text, most of
+    which have several tokens.
     """
 
     def __init__(self, tokenizer: Any, crop: Crop) -> None:
@@ -79,7 +103,11 @@ class TaskSequences:
         self.crop = crop
         self._starts_word = starts_word(tokenizer, np.arange(len(tokenizer)))
         tokens = tokenizer.convert_ids_to_tokens(np.flatnonzero(self._starts_word).tolist())
-        known = {word for word in (token[1:] for token in tokens) if word.isascii() and word.isalpha() and len(word) > 1}
+        known = {
+            word
+            for word in (token[1:] for token in tokens)
+            if word.isascii() and word.isalpha() and len(word) > 1
+        }
         rng = np.random.default_rng(0)
         text = " ".join(tokenizer.decode(crop(rng, WORD_CROP).tolist()) for _ in range(WORD_CROPS))
         self.words = sorted(known | set(re.findall(r"(?<=\s)[a-z]{2,12}(?=\s)", text)))
@@ -107,9 +135,11 @@ class TaskSequences:
         return np.resize(self.crop(rng, int(rng.integers(1, min(64, length) + 1))), length)
 
     def _encode(self, exercise: Exercise, rng: Rng, weight: float) -> tuple[Pieces, Pieces, Pieces]:
-        """Returns tokens and weights of what stands before the text, of the facts, and of the turns.
+        """Returns tokens and weights of what stands before the text, of the facts, and of the
+        turns.
 
-        Before the text stand an example, which repeats the instruction, and the instruction, or nothing.
+        Before the text stand an example, which repeats the instruction, and the instruction, or
+        nothing.
         """
         between = "\n" if rng.random() < 0.5 else " "
         end = (".", ".\n", "\n")[int(rng.integers(3))]
@@ -131,29 +161,48 @@ class TaskSequences:
         found = []
         for pieces in texts:
             ids = [next(encoded) for _ in pieces]
-            weights = [np.full(len(part), weight, np.float32) for part, (_, weight) in zip(ids, pieces, strict=True)]
+            weights = [
+                np.full(len(part), weight, np.float32)
+                for part, (_, weight) in zip(ids, pieces, strict=True)
+            ]
             found.append((np.concatenate(ids), np.concatenate(weights)))
         return found
 
-    def _hide(self, rng: Rng, opening: Pieces, facts: Pieces, turns: Pieces, text: TokenIds) -> tuple[TokenIds, Weights]:
-        """Inserts ``facts`` before words of ``text``; ``turns`` follow the text, or are in it after the last fact."""
+    def _hide(
+        self, rng: Rng, opening: Pieces, facts: Pieces, turns: Pieces, text: TokenIds
+    ) -> tuple[TokenIds, Weights]:
+        """Inserts ``facts`` before words of ``text``; ``turns`` follow the text, or are in it after
+        the last fact.
+        """
         allowed = insert_positions(self._starts_word[text])
         positions = np.sort(rng.choice(allowed, size=len(facts)))
         if rng.random() < 0.75:
             later = np.full(len(turns), len(text))
         else:
-            later = np.sort(rng.choice(np.append(allowed[allowed >= positions[-1]], len(text)), size=len(turns)))
+            later = np.sort(
+                rng.choice(np.append(allowed[allowed >= positions[-1]], len(text)), size=len(turns))
+            )
         places = (*[0] * len(opening), *positions.tolist(), *later.tolist())
-        return insert_spans(text, [Span(at, *piece) for at, piece in zip(places, (*opening, *facts, *turns), strict=True)])
+        return insert_spans(
+            text,
+            [
+                Span(at, *piece)
+                for at, piece in zip(places, (*opening, *facts, *turns), strict=True)
+            ],
+        )
 
 
 def answer_weight(length: int) -> float:
-    """Returns the loss weight of answer tokens in a sequence: it grows with the root of ``length``."""
+    """Returns the loss weight of answer tokens in a sequence: it grows with the root of
+    ``length``.
+    """
     return ANSWER_WEIGHT * max(1.0, length / ANSWER_LENGTH) ** 0.5
 
 
 def copies(rng: Rng, length: int, crop: Crop) -> tuple[TokenIds, Weights]:
-    """Inserts a passage, of text or of shuffled tokens, and repeats it once or twice after gaps. Repetitions have weight 1."""
+    """Inserts a passage, of text or of shuffled tokens, and repeats it once or twice after gaps.
+    Repetitions have weight 1.
+    """
     size = int(rng.integers(8, max(9, min(256, length // 5))))
     passage = crop(rng, size)
     shuffled = rng.random() < 0.5
@@ -165,7 +214,10 @@ def copies(rng: Rng, length: int, crop: Crop) -> tuple[TokenIds, Weights]:
     repeats = int(rng.integers(1, 3))
     text = crop(rng, length - size * (1 + repeats))
     positions = np.sort(rng.integers(0, len(text) + 1, size=1 + repeats))
-    spans = [Span(int(at), passage, repeat_weights if n else first_weights) for n, at in enumerate(positions)]
+    spans = [
+        Span(int(at), passage, repeat_weights if n else first_weights)
+        for n, at in enumerate(positions)
+    ]
     return insert_spans(text, spans)
 
 
@@ -190,12 +242,17 @@ def needle_prompt(
     depth: float | None = None,
     reply: Sequence[int] = (),
 ) -> NeedlePrompt:
-    """Hides ``count`` needles in text and appends the question for one of them, with its answer; ``length`` tokens in all.
+    """Hides ``count`` needles in text and appends the question for one of them, with its answer;
+    ``length`` tokens in all.
 
-    The needle that is asked for stands at the relative ``depth`` in [0, 1], the others, or with None all, at random. ``reply``
-    are tokens that end a user's message and begin the reply; the message then asks, and the reply begins with its words.
+    The needle that is asked for stands at the relative ``depth`` in [0, 1], the others, or with
+    None all, at random. ``reply`` are tokens that end a user's message and begin the reply; the
+    message then asks, and the reply begins with its words.
     """
-    keys, values = distinct(lambda: random_key(rng), count), [random_value(rng) for _ in range(count)]
+    keys, values = (
+        distinct(lambda: random_key(rng), count),
+        [random_value(rng) for _ in range(count)],
+    )
     statements = [wording.state(key, value) for key, value in zip(keys, values, strict=True)]
     question = wording.ask(keys[:1], 1)
     hidden = encode(tokenizer, [f" {statement}" for statement in statements])
@@ -205,14 +262,20 @@ def needle_prompt(
         asked = np.concatenate([message, np.asarray(reply), begun])
     text_length = length - sum(map(len, hidden)) - len(asked) - len(answer)
     if text_length < count:
-        raise ValueError(f"length={length}: {count} needles and a question need at least {length - text_length + count} tokens")
+        raise ValueError(
+            f"length={length}: {count} needles and a question need at least "
+            f"{length - text_length + count} tokens"
+        )
     text = crop(rng, text_length)
     allowed = insert_positions(starts_word(tokenizer, text))
     positions = rng.choice(allowed, size=count)
     if depth is not None:
         positions[0] = allowed[round(depth * (len(allowed) - 1))]
     end = np.concatenate([asked, answer])
-    spans = [Span(int(at), ids, np.ones(len(ids), np.float32)) for at, ids in zip(positions, hidden, strict=True)]
+    spans = [
+        Span(int(at), ids, np.ones(len(ids), np.float32))
+        for at, ids in zip(positions, hidden, strict=True)
+    ]
     ids = insert_spans(text, [*spans, Span(len(text), end, np.ones(len(end), np.float32))])[0]
     return NeedlePrompt(ids, len(answer), len(asked), statements[0], question)
 
@@ -222,10 +285,14 @@ def encode(tokenizer: Any, texts: Sequence[str]) -> list[TokenIds]:
 
 
 def starts_word(tokenizer: Any, ids: TokenIds) -> NDArray[np.bool_]:
-    return np.array([token.startswith(SPACES) for token in tokenizer.convert_ids_to_tokens(ids.tolist())], bool)
+    return np.array(
+        [token.startswith(SPACES) for token in tokenizer.convert_ids_to_tokens(ids.tolist())], bool
+    )
 
 
 def insert_positions(starts_word: NDArray[np.bool_]) -> TokenIds:
-    """Returns the indices of tokens that start a word, or all indices if there are none; one at least."""
+    """Returns the indices of tokens that start a word, or all indices if there are none; one at
+    least.
+    """
     found = np.flatnonzero(starts_word)
     return found if len(found) else np.arange(max(1, len(starts_word)))

@@ -1,7 +1,7 @@
 """Wordings of retrieval tasks: sentences that state a fact, and questions that ask for it.
 
-A model that retrieves answers wordings that it has not seen. Therefore training draws from :data:`TRAINING`, and evaluation
-asks in :data:`HELD_OUT`.
+A model that retrieves answers wordings that it has not seen. Therefore training draws from
+:data:`TRAINING`, and evaluation asks in :data:`HELD_OUT`.
 """
 
 from dataclasses import dataclass
@@ -13,13 +13,17 @@ class Wording:
 
     statement: str  # sentence with ``{key}`` and ``{value}``
     question: str  # text with ``{key}``, which the answer follows after a space
-    plural: str = ""  # text with ``{key}`` that asks for several values, of one key or of several; "" if there is none
+    # text with ``{key}`` that asks for several values, of one key or of several; "" if there is
+    # none
+    plural: str = ""
 
     def state(self, key: str, value: str) -> str:
         return self.statement.format(key=key, value=value)
 
     def ask(self, keys: list[str], count: int, last: str = " and ") -> str:
-        """Returns the question for ``count`` values of ``keys``, of which there are several only if ``plural`` is given."""
+        """Returns the question for ``count`` values of ``keys``, of which there are several only if
+        ``plural`` is given.
+        """
         form = self.question if count == 1 else self.plural
         return form.format(key=enumerated(keys, last))
 
@@ -30,7 +34,9 @@ def enumerated(words: list[str], last: str = " and ") -> str:
 
 
 def _wordings(table: str) -> tuple[Wording, ...]:
-    """Returns the wordings of a text in which each has three lines: statement, question and plural."""
+    """Returns the wordings of a text in which each has three lines: statement, question and
+    plural.
+    """
     lines = iter(line.strip() for line in table.strip().splitlines())
     return tuple(map(Wording, lines, lines, lines))
 

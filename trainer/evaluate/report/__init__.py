@@ -1,4 +1,5 @@
 """Evaluation rows as files: JSON, CSV, figures, terminal tables and one HTML page.
 
-Import :func:`~msattn.trainer.evaluate.report.files.write` and :func:`~msattn.trainer.evaluate.report.context.context`.
+Import :func:`~msattn.trainer.evaluate.report.files.write` and
+:func:`~msattn.trainer.evaluate.report.context.context`.
 """

@@ -1,4 +1,6 @@
-"""Comparison of evaluations: scores and settings next to those of an earlier one, and one table for a whole sweep."""
+"""Comparison of evaluations: scores and settings next to those of an earlier one, and one table for
+a whole sweep.
+"""
 
 import json
 import os
@@ -19,7 +21,8 @@ from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import current_folder, write_table
 from msattn.trainer.storage.settings import flat_settings
 
-KEYS = ("rows", "config", "artifacts", "machine", "versions")  # the parts of results.json that a comparison reads
+# the parts of results.json that a comparison reads
+KEYS = ("rows", "config", "artifacts", "machine", "versions")
 OWN_KEYS = ("config.compare", "config.overwrite")  # differ without an effect on the scores
 
 
@@ -42,9 +45,11 @@ class ComparedRow(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Two evaluations: scores that both have, the number of those that only one has, and settings that differ.
+    """Two evaluations: scores that both have, the number of those that only one has, and settings
+    that differ.
 
-    The title is the folder of the other one, as given, and when it was made: this evaluation may have replaced it.
+    The title is the folder of the other one, as given, and when it was made: this evaluation may
+    have replaced it.
     """
 
     title: str
@@ -54,7 +59,9 @@ class Comparison(NamedTuple):
 
     def main(self) -> list[ComparedRow]:
         """Returns the rows of dense attention and of trained methods."""
-        return [each for each in self.rows if each.row.method.is_trained or each.row.method.is_dense]
+        return [
+            each for each in self.rows if each.row.method.is_trained or each.row.method.is_dense
+        ]
 
     def others(self) -> list[ComparedRow]:
         main = self.main()
@@ -62,7 +69,9 @@ class Comparison(NamedTuple):
 
 
 def read_results(folder: str) -> dict[str, Any]:
-    """Returns the content of ``results.json`` of another evaluation; UserError if there is none, or it is malformed."""
+    """Returns the content of ``results.json`` of another evaluation; UserError if there is none, or
+    it is malformed.
+    """
     path = current_folder(Path(os.path.expanduser(folder))) / "results.json"
     accepted = "expected the folder of an earlier msattn eval, which holds results.json"
     try:
@@ -78,23 +87,46 @@ def read_results(folder: str) -> dict[str, Any]:
 
 
 def _rows(results: dict[str, Any]) -> list[EvalRow]:
-    """Returns the rows of a file; it describes the methods separately, by name (older files have only the names)."""
+    """Returns the rows of a file; it describes the methods separately, by name (older files have
+    only the names).
+    """
     methods = {name: Method.from_fields(each) for name, each in results.get("methods", {}).items()}
     return [
-        EvalRow(**row | {"method": methods.get(row["method"], Method(row["method"])), "setting": Setting(row["setting"])})
+        EvalRow(
+            **row
+            | {
+                "method": methods.get(row["method"], Method(row["method"])),
+                "setting": Setting(row["setting"]),
+            }
+        )
         for row in results["rows"]
     ]
 
 
-def compare(path: str, rows: Sequence[EvalRow], about: dict[str, Any], other: dict[str, Any]) -> Comparison:
-    """Compares ``rows`` and their provenance ``about`` with the ``other`` results, read from the folder ``path``."""
+def compare(
+    path: str, rows: Sequence[EvalRow], about: dict[str, Any], other: dict[str, Any]
+) -> Comparison:
+    """Compares ``rows`` and their provenance ``about`` with the ``other`` results, read from the
+    folder ``path``.
+    """
     scores = {_key(row): row.score for row in _rows(other)}
-    both = [ComparedRow(row, scores[_key(row)]) for row in rows if scores.get(_key(row)) is not None]
+    both = [
+        ComparedRow(row, scores[_key(row)]) for row in rows if scores.get(_key(row)) is not None
+    ]
     here, there = _settings(about), _settings(other)
-    names = [name for name in here | there if name not in OWN_KEYS and here.get(name, "null") != there.get(name, "null")]
-    settings = {name.removeprefix("config."): (here.get(name, ""), there.get(name, "")) for name in names}
+    names = [
+        name
+        for name in here | there
+        if name not in OWN_KEYS and here.get(name, "null") != there.get(name, "null")
+    ]
+    settings = {
+        name.removeprefix("config."): (here.get(name, ""), there.get(name, "")) for name in names
+    }
     return Comparison(
-        f"{path} of {other.get('created', 'unknown time')}", both, len(rows) + len(scores) - 2 * len(both), settings
+        f"{path} of {other.get('created', 'unknown time')}",
+        both,
+        len(rows) + len(scores) - 2 * len(both),
+        settings,
     )
 
 
@@ -103,14 +135,29 @@ def scores(rows: Sequence[ComparedRow]) -> dict[str, list[str]]:
 
 
 def show(comparison: Comparison, console: Console) -> None:
-    """Prints the scores of dense attention and of trained methods side by side, and the settings that differ."""
-    console.print(f"Compared with {comparison.title}", style="bold", markup=False, highlight=False, soft_wrap=True)
+    """Prints the scores of dense attention and of trained methods side by side, and the settings
+    that differ.
+    """
+    console.print(
+        f"Compared with {comparison.title}",
+        style="bold",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
     if columns := scores(comparison.main()):
         console.print(filled(None, columns, ("task", "method", "setting")))
     if comparison.unmatched:
-        console.print(f"{comparison.unmatched} rows are in one of the two evaluations only.", highlight=False)
+        console.print(
+            f"{comparison.unmatched} rows are in one of the two evaluations only.", highlight=False
+        )
     for name, (here, there) in comparison.settings.items():
-        console.print(f"{name}: {here or 'none'} here, {there or 'none'} there", markup=False, highlight=False, soft_wrap=True)
+        console.print(
+            f"{name}: {here or 'none'} here, {there or 'none'} there",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def score_text(task: str, score: float) -> str:
@@ -125,7 +172,11 @@ def _of(row: EvalRow) -> tuple[str, str, str]:
 def _difference(task: str, here: float, there: float) -> str:
     if record(task).timed:
         return f"{100 * (here / there - 1):+.1f} %" if there else ""
-    return f"{100 * (here - there):+.1f} points" if "%" in record(task).form else f"{here - there:+.3f}"
+    return (
+        f"{100 * (here - there):+.1f} points"
+        if "%" in record(task).form
+        else f"{here - there:+.3f}"
+    )
 
 
 def _key(row: EvalRow) -> tuple[Any, ...]:
@@ -134,8 +185,13 @@ def _key(row: EvalRow) -> tuple[Any, ...]:
 
 
 def _settings(about: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the configuration, the artifacts' hashes, the machine and the versions as ``{dotted key: text}``."""
-    hashes = {f"{kind} artifact": str(each.get("content_hash"))[:16] for kind, each in about["artifacts"].items()}
+    """Returns the configuration, the artifacts' hashes, the machine and the versions as
+    ``{dotted key: text}``.
+    """
+    hashes = {
+        f"{kind} artifact": str(each.get("content_hash"))[:16]
+        for kind, each in about["artifacts"].items()
+    }
     config, machine, versions = (
         {name: json.dumps(value) for name, value in flat_settings(about[part], f"{part}.").items()}
         for part in ("config", "machine", "versions")
@@ -144,17 +200,24 @@ def _settings(about: Mapping[str, Any]) -> dict[str, str]:
 
 
 def tabulate(folders: Sequence[Path]) -> Path | None:
-    """Prints the scores of trained methods in the evaluations ``folders``, and writes all their rows to one CSV file.
+    """Prints the scores of trained methods in the evaluations ``folders``, and writes all their
+    rows to one CSV file.
 
-    Returns ``sweep.csv`` in the folder that holds those of all names; None for evaluations of one name, which replace each
-    other.
+    Returns ``sweep.csv`` in the folder that holds those of all names; None for evaluations of one
+    name, which replace each other.
     """
     if len(set(folders)) < max(2, len(folders)):
         return None
     root = Path(os.path.commonpath(folders))
     path, names = root / "sweep.csv", [str(folder.parent.relative_to(root)) for folder in folders]
-    found = {name: _rows(read_results(str(folder))) for name, folder in zip(names, folders, strict=True)}
-    rows = [replace(row, extra={"name": name, **row.extra}) for name, own in found.items() for row in own]
+    found = {
+        name: _rows(read_results(str(folder))) for name, folder in zip(names, folders, strict=True)
+    }
+    rows = [
+        replace(row, extra={"name": name, **row.extra})
+        for name, own in found.items()
+        for row in own
+    ]
     with locked(path):
         write_table(path, flat(rows))
     console = Console()

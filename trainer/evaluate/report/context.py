@@ -13,8 +13,12 @@ if TYPE_CHECKING:
     import torch
 
 PACKAGES = ("torch", "triton", "transformers", "numpy")
-CPU_NOTE = "CPU times say nothing about GPUs: on a CPU each operation runs as its reference in plain PyTorch."
-MANIFEST_KEYS = ("path", "kind", "content_hash", "created", "seed")  # keys of an artifact's manifest that a result repeats
+CPU_NOTE = (
+    "CPU times say nothing about GPUs: on a CPU each operation runs as its reference in "
+    "plain PyTorch."
+)
+# keys of an artifact's manifest that a result repeats
+MANIFEST_KEYS = ("path", "kind", "content_hash", "created", "seed")
 
 
 @dataclass(frozen=True)
@@ -26,22 +30,32 @@ class Context:
     versions: dict[str, str]
     commit: str | None  # commit of the checkout; None outside a checkout
     config: dict[str, Any]  # resolved, with its seeds
-    artifacts: dict[str, dict[str, Any]] = field(default_factory=dict)  # path, hash, seed and time of creation, by kind
+    # path, hash, seed and time of creation, by kind
+    artifacts: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # notes that readers need before the tables
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 def context(
-    title: str, config: dict[str, Any], manifests: dict[str, dict[str, Any]], notes: list[str], device: "torch.device"
+    title: str,
+    config: dict[str, Any],
+    manifests: dict[str, dict[str, Any]],
+    notes: list[str],
+    device: "torch.device",
 ) -> Context:
-    """Returns the provenance of a result on ``device``; reads the installed versions and asks git for the commit."""
+    """Returns the provenance of a result on ``device``; reads the installed versions and asks git
+    for the commit.
+    """
     from importlib.metadata import distributions, version
 
     installed = {distribution.metadata["Name"] for distribution in distributions()}
     versions = {"msattn": __version__, "python": platform.python_version()} | {
         name: version(name) for name in PACKAGES if name in installed
     }
-    artifacts = {kind: {key: manifest[key] for key in MANIFEST_KEYS if key in manifest} for kind, manifest in manifests.items()}
+    artifacts = {
+        kind: {key: manifest[key] for key in MANIFEST_KEYS if key in manifest}
+        for kind, manifest in manifests.items()
+    }
     return Context(title, _machine(device), versions, _commit(), config, artifacts, notes)
 
 
@@ -56,10 +70,19 @@ def _machine(device: "torch.device") -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """Returns the commit of the checkout, with ``-dirty`` if files differ from it; None outside a checkout."""
+    """Returns the commit of the checkout, with ``-dirty`` if files differ from it; None outside a
+    checkout.
+    """
     describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        done = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=True)
+        done = subprocess.run(
+            describe,
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip() or None

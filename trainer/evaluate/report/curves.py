@@ -28,26 +28,40 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_LINES = 12  # lines in the plot of perplexity by length
-RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50)  # ticks of the time relative to dense attention
+# ticks of the time relative to dense attention
+RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20, 50)
 
 
 def tradeoff(rows: list[EvalRow]) -> "Figure | None":
-    """Plots needles and perplexity at the longest prompts against the keys read and against time relative to dense."""
+    """Plots needles and perplexity at the longest prompts against the keys read and against time
+    relative to dense.
+    """
     values: dict[str, Callable[[EvalRow], float]] = {
         "needle": lambda row: percent(row.score),
         "perplexity": lambda row: percent_above(row.ratio_to_dense),
     }
     of_tasks = {task: longest([row for row in rows if row.task == task]) for task in values}
-    of_tasks = {task: own for task, own in of_tasks.items() if any(not row.method.is_dense for row in own)}
+    of_tasks = {
+        task: own for task, own in of_tasks.items() if any(not row.method.is_dense for row in own)
+    }
     if not of_tasks:
         return None
     figure, panels = subplots(len(of_tasks), 2, (9.6, 3.6 * len(of_tasks) + 0.9))
     for number, (task, own) in enumerate(of_tasks.items()):
         by_reads, by_time = panels[2 * number : 2 * number + 2]
-        value, dense, sparse = values[task], dense_of(own), [row for row in own if not row.method.is_dense]
+        value, dense, sparse = (
+            values[task],
+            dense_of(own),
+            [row for row in own if not row.method.is_dense],
+        )
         times = {id(row): ratio for row in sparse if (ratio := relative_time(row, own, rows))}
         for method, points in by_method(sparse):
-            plot_line(by_reads, [(percent(row.selectivity), value(row)) for row in points], method.label, **method.line)
+            plot_line(
+                by_reads,
+                [(percent(row.selectivity), value(row)) for row in points],
+                method.label,
+                **method.line,
+            )
             timed = [(times[id(row)], value(row)) for row in points if id(row) in times]
             plot_line(by_time, timed, method.label, **method.line)
         key_share_axis(by_reads, own)
@@ -57,7 +71,9 @@ def tradeoff(rows: list[EvalRow]) -> "Figure | None":
                 perplexity_axis(axes, [value(row) for row in sparse])
             else:
                 axes.set(ylabel="needles found (%)", ylim=(-4, 104))
-                axes.axhline(value(dense[0]) if dense else 100, color=INK, linewidth=0.9, linestyle=":")
+                axes.axhline(
+                    value(dense[0]) if dense else 100, color=INK, linewidth=0.9, linestyle=":"
+                )
     legend_below(figure, panels)
     return figure
 
@@ -69,12 +85,14 @@ def dense_of(rows: list[EvalRow]) -> list[EvalRow]:
 def relative_time(row: EvalRow, own: list[EvalRow], rows: list[EvalRow]) -> float | None:
     """Returns the time of a row relative to dense attention; None if it was not measured.
 
-    For block selections this is the prefill time of the same prompts, ``own``. For routings it is the time of a decoded token,
-    from the task ``decoding`` among all ``rows``.
+    For block selections this is the prefill time of the same prompts, ``own``. For routings it is
+    the time of a decoded token, from the task ``decoding`` among all ``rows``.
     """
     if row.sparsity is None:
         decoded = [each for each in rows if each.task == "decoding" and each.is_of_one_prompt()]
-        same = longest([each for each in decoded if (each.method, each.setting) == (row.method, row.setting)])
+        same = longest(
+            [each for each in decoded if (each.method, each.setting) == (row.method, row.setting)]
+        )
         ratio = same[0].ratio_to_dense if same else None
         return 1 / ratio if ratio else None
     dense = [each.latency_s for each in dense_of(own) if each.latency_s]
@@ -84,12 +102,17 @@ def relative_time(row: EvalRow, own: list[EvalRow], rows: list[EvalRow]) -> floa
 def _time_axis(axes: "Axes", times: list[float]) -> None:
     axes.axvline(1, color=INK, linewidth=0.9)
     low, high = min([0.8, *times]) / 1.1, max([1.25, *times]) * 1.1
-    ticks, label = [tick for tick in RATIOS if low <= tick <= high], "time relative to dense attention (left of 1: faster)"
+    ticks, label = (
+        [tick for tick in RATIOS if low <= tick <= high],
+        "time relative to dense attention (left of 1: faster)",
+    )
     log_ticks(axes, ticks, xlim=(low, high), xlabel=label)
 
 
 def perplexity(rows: list[EvalRow]) -> "Figure | None":
-    """Plots the rise of perplexity over dense attention against realised sparsity, with intervals of paired differences."""
+    """Plots the rise of perplexity over dense attention against realised sparsity, with intervals
+    of paired differences.
+    """
     rows = [row for row in rows if not row.method.is_dense]
     if not rows:
         return None
@@ -107,7 +130,9 @@ def perplexity(rows: list[EvalRow]) -> "Figure | None":
 
 
 def documents(rows: list[EvalRow]) -> "Figure | None":
-    """Plots the rise of perplexity over dense attention against the length; of many lines, one for each method."""
+    """Plots the rise of perplexity over dense attention against the length; of many lines, one for
+    each method.
+    """
     rows = few_lines([row for row in rows if not row.method.is_dense], MAX_LINES)
     if not rows:
         return None
@@ -119,7 +144,9 @@ def documents(rows: list[EvalRow]) -> "Figure | None":
 
 
 def recall(rows: list[EvalRow]) -> "Figure | None":
-    """Plots the attention mass that is read and the error of the output against the share of keys read."""
+    """Plots the attention mass that is read and the error of the output against the share of keys
+    read.
+    """
     if not rows:
         return None
     figure, (mass, error) = panel_grid(2)
@@ -137,7 +164,9 @@ def recall(rows: list[EvalRow]) -> "Figure | None":
 
 
 def found(rows: list[EvalRow], label: str) -> "Figure | None":
-    """Plots scores against the share of keys read: one panel for each length, with intervals. ``label`` names the score."""
+    """Plots scores against the share of keys read: one panel for each length, with intervals.
+    ``label`` names the score.
+    """
     lengths = sorted({row.extra["length"] for row in rows})
     if not lengths:
         return None
@@ -151,7 +180,9 @@ def found(rows: list[EvalRow], label: str) -> "Figure | None":
         sparse = [row for row in of_length if not row.method.is_dense]
         plot_with_intervals(axes, sparse, lambda row: percent(row.selectivity), share_found)
         if dense := dense_of(of_length):
-            axes.axhline(percent(dense[0].score), color=INK, linewidth=0.9, linestyle=":", label="dense")
+            axes.axhline(
+                percent(dense[0].score), color=INK, linewidth=0.9, linestyle=":", label="dense"
+            )
         axes.set(title=f"{length:,} tokens", ylabel=f"{label} (%)", ylim=(-4, 104))
         key_share_axis(axes, of_length)
     legend_outside(figure, panels[0])

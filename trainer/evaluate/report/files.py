@@ -1,4 +1,6 @@
-"""Writes rows as ``results.json``, ``results.csv``, figures (PNG and SVG), one HTML page, and RULER's as ``ruler.md``."""
+"""Writes rows as ``results.json``, ``results.csv``, figures (PNG and SVG), one HTML page, and
+RULER's as ``ruler.md``.
+"""
 
 import json
 import re
@@ -45,33 +47,41 @@ FIGURES: dict[str, Callable[[list[EvalRow]], "Figure | None"]] = {
 NUMBER_LIST = re.compile(r"\[\s+((?:-?\d[^\[\]\s]*|null,?)(?:\s+(?:-?\d[^\[\]\s]*|null,?))*)\s+\]")
 
 
-def write(folder: Path, rows: Sequence[EvalRow], about: Context, comparison: Comparison | None = None) -> dict[str, Path]:
+def write(
+    folder: Path, rows: Sequence[EvalRow], about: Context, comparison: Comparison | None = None
+) -> dict[str, Path]:
     """Writes all files into ``folder``; returns the figures by name."""
     rows = list(rows)
     figures = draw(rows, folder)
     methods = {str(row.method): asdict(row.method) for row in rows}
     document = finite({**asdict(about), "methods": methods, "rows": [row.plain() for row in rows]})
     text = json.dumps(document, indent=2, allow_nan=False)
-    text = NUMBER_LIST.sub(lambda found: f"[{' '.join(found[1].split())}]", text)  # a list of numbers takes one line
+    # a list of numbers takes one line
+    text = NUMBER_LIST.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
     write_table(folder / "results.csv", flat(rows))
     if of_ruler := [row for row in rows if row.task == "ruler"]:
         (folder / "ruler.md").write_text(leaderboard(of_ruler), encoding="utf-8")
-    (folder / "report.html").write_text(page(rows, asdict(about), figures, comparison), encoding="utf-8")
+    (folder / "report.html").write_text(
+        page(rows, asdict(about), figures, comparison), encoding="utf-8"
+    )
     return figures
 
 
 def draw(rows: list[EvalRow], folder: Path) -> dict[str, Path]:
-    """Writes the figures that ``rows`` have data for as ``folder/<name>.png`` and, with a transparent background, ``.svg``.
+    """Writes the figures that ``rows`` have data for as ``folder/<name>.png`` and, with a
+    transparent background, ``.svg``.
 
-    Of the first one, which readers of the report see first, ``<name>_phone.svg`` has the panels below each other. Returns the
-    PNG files by name, in the order of the report.
+    Of the first one, which readers of the report see first, ``<name>_phone.svg`` has the panels
+    below each other. Returns the PNG files by name, in the order of the report.
     """
     drawn = {}
     for name, figure_of in FIGURES.items():
         task = name.split("_")[0]
         with drawing():
-            figure = figure_of(rows if name in SEVERAL_TASKS else [row for row in rows if row.task == task])
+            figure = figure_of(
+                rows if name in SEVERAL_TASKS else [row for row in rows if row.task == task]
+            )
             if figure is not None:
                 drawn[name] = folder / f"{name}.png"
                 figure.savefig(drawn[name], dpi=DPI)
@@ -85,5 +95,6 @@ def draw(rows: list[EvalRow], folder: Path) -> dict[str, Path]:
 def _save_svg(figure: "Figure", path: Path) -> None:
     import matplotlib
 
-    with matplotlib.rc_context({"svg.hashsalt": path.stem}):  # ids of clips in two figures of a page must differ
+    # ids of clips in two figures of a page must differ
+    with matplotlib.rc_context({"svg.hashsalt": path.stem}):
         figure.savefig(path, dpi=DPI, facecolor="none", metadata={"Date": None})

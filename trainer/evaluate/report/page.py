@@ -1,4 +1,6 @@
-"""The report as one self-contained HTML file, from the template ``page.html`` and the explanations in ``captions.yaml``."""
+"""The report as one self-contained HTML file, from the template ``page.html`` and the explanations
+in ``captions.yaml``.
+"""
 
 import json
 import re
@@ -20,23 +22,35 @@ from msattn.trainer.evaluate.report.verdict import sentences, verdict
 from msattn.trainer.evaluate.row import EvalRow
 
 FOLDER = Path(__file__).parent
-OWN_SECTIONS = ("tradeoff", "speed", "recall_maps", "recall_decoded")  # figures that stand before the tables of the tasks
+# figures that stand before the tables of the tasks
+OWN_SECTIONS = ("tradeoff", "speed", "recall_maps", "recall_decoded")
 MOST_NEEDLES = 2  # prompts with needles that are shown
 PROMPT_CHARACTERS = 700  # the end of a longer prompt is shown
 TEXT_COLUMNS = (
     *("task", "method", "setting", "launched by", "answer", "key", "here", "there"),
     *("quality", "best trained", "best untrained"),
 )
-THEME = {INK: "var(--ink)", GRID: "var(--grid)", BLUE: "var(--blue)"}  # colours of figures that follow the page's theme
+# colours of figures that follow the page's theme
+THEME = {INK: "var(--ink)", GRID: "var(--grid)", BLUE: "var(--blue)"}
 
 
-def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path], comparison: Comparison | None = None) -> str:
-    """Returns the page of ``rows``, with the fields of their :class:`~msattn.trainer.evaluate.report.context.Context`.
+def page(
+    rows: list[EvalRow],
+    about: dict[str, Any],
+    figures: dict[str, Path],
+    comparison: Comparison | None = None,
+) -> str:
+    """Returns the page of ``rows``, with the fields of their
+    :class:`~msattn.trainer.evaluate.report.context.Context`.
 
     ``figures`` are ``{name: PNG file}``, each with an SVG file beside it, which the page embeds.
     """
     environment = Environment(
-        loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     template, lines = environment.get_template("page.html"), verdict(rows)
     return template.render(
@@ -45,7 +59,8 @@ def page(rows: list[EvalRow], about: dict[str, Any], figures: dict[str, Path], c
         config=json.dumps(about["config"], indent=2),
         on_cpu=about["machine"]["device"] == "cpu",
         cpu_note=CPU_NOTE,
-        notes=[note for note in about["notes"] if note != CPU_NOTE],  # that one stands beside the times
+        # that one stands beside the times
+        notes=[note for note in about["notes"] if note != CPU_NOTE],
         verdict=columns_of([line.cells for line in lines]),
         said=sentences(rows, lines),
         figures={name: _drawings(path) for name, path in figures.items()},
@@ -70,12 +85,17 @@ def _facts(about: dict[str, Any]) -> dict[str, str]:
         "seed": str(about["config"].get("seed", "")),
     }
     for kind, artifact in about["artifacts"].items():
-        facts[kind] = f"{artifact['path']} (sha256 {artifact['content_hash'][:16]}, created {artifact['created']})"
+        facts[kind] = (
+            f"{artifact['path']} (sha256 {artifact['content_hash'][:16]}, created "
+            f"{artifact['created']})"
+        )
     return facts
 
 
 def _drawings(path: Path) -> dict[str, str]:
-    """Returns the SVG files of a figure, in the colours of the page; the first figure has one for phones, too."""
+    """Returns the SVG files of a figure, in the colours of the page; the first figure has one for
+    phones, too.
+    """
     files = {"wide": path.with_suffix(".svg"), "phone": phone_path(path)}
     return {name: _inline(file) for name, file in files.items() if file.exists()}
 
@@ -93,18 +113,33 @@ def _tasks(rows: list[EvalRow], figures: dict[str, Path]) -> Iterator[dict[str, 
     for task in TASKS:
         if own := [row for row in rows if row.task == task]:
             bold = [row.method.is_trained for row in own]
-            drawn = [name for name in figures if name not in OWN_SECTIONS and name.split("_")[0] == task]
-            yield {"name": task, "caption": caption(own), "table": table(own), "bold": bold, "figures": drawn}
+            drawn = [
+                name for name in figures if name not in OWN_SECTIONS and name.split("_")[0] == task
+            ]
+            yield {
+                "name": task,
+                "caption": caption(own),
+                "table": table(own),
+                "bold": bold,
+                "figures": drawn,
+            }
 
 
 def _examples(rows: list[EvalRow]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yields the prompts of each task whose rows have ``examples``, with the answers of all methods."""
+    """Yields the prompts of each task whose rows have ``examples``, with the answers of all
+    methods.
+    """
     for task in dict.fromkeys(row.task for row in rows if row.extra.get("examples")):
-        shown_rows = by_method(row for row in rows if row.task == task and row.extra.get("examples"))
+        shown_rows = by_method(
+            row for row in rows if row.task == task and row.extra.get("examples")
+        )
         own = [min(points, key=_order) for _, points in shown_rows]
         prompts = list(zip(*(row.extra["examples"] for row in own), strict=True))
-        if task == "needle":  # the prompts on which the methods agree least: about half of them are right
-            prompts.sort(key=lambda answers: abs(2 * fmean(answer["correct"] for answer in answers) - 1))
+        # the prompts on which the methods agree least: about half of them are right
+        if task == "needle":
+            prompts.sort(
+                key=lambda answers: abs(2 * fmean(answer["correct"] for answer in answers) - 1)
+            )
             del prompts[MOST_NEEDLES:]
         yield task, [_prompt(own, answers) for answers in prompts]
 
@@ -121,7 +156,15 @@ def _prompt(rows: list[EvalRow], answers: tuple[dict[str, Any], ...]) -> dict[st
     shown = {
         "method": [row.method.label for row in rows],
         "setting": [str(row.setting) for row in rows],
-        "answer": [(("✗ ", "✓ ")[each["correct"]] if expected else "") + each["answer"] for each in answers],
+        "answer": [
+            (("✗ ", "✓ ")[each["correct"]] if expected else "") + each["answer"] for each in answers
+        ],
     }
-    parts = prompt.split(expected) if expected else [prompt]  # the expected answer is marked between them
-    return {"parts": parts, "expected": expected, "answers": shown, "bold": [row.method.is_trained for row in rows]}
+    # the expected answer is marked between them
+    parts = prompt.split(expected) if expected else [prompt]
+    return {
+        "parts": parts,
+        "expected": expected,
+        "answers": shown,
+        "bold": [row.method.is_trained for row in rows],
+    }

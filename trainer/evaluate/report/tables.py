@@ -1,4 +1,6 @@
-"""Tables of rows: cells for terminal and page, the layout for the terminal, where no number is cut, and a leaderboard."""
+"""Tables of rows: cells for terminal and page, the layout for the terminal, where no number is cut,
+and a leaderboard.
+"""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean
@@ -13,14 +15,36 @@ from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import SECONDS, SPEEDUP, record
 
 TEXT_COLUMNS = ("method", "setting")
-# A terminal that is too narrow drops those of RULER's tasks, then these, in this order, then speed-ups, the widest first.
+# A terminal that is too narrow drops those of RULER's tasks, then these, in this order, then
+# speed-ups, the widest first.
 OPTIONAL_COLUMNS = (
-    *("choices, 95 %", "peak memory", "sparsity", "bits per byte", "latency", "same top, 95 %", "KL, 95 %", "95 % interval"),
-    *("recall", "attention", "selection", "launched by", "break-even", "metric", "measure", "imbalance", "99 %", "prompt"),
+    *(
+        "choices, 95 %",
+        "peak memory",
+        "sparsity",
+        "bits per byte",
+        "latency",
+        "same top, 95 %",
+        "KL, 95 %",
+        "95 % interval",
+    ),
+    *(
+        "recall",
+        "attention",
+        "selection",
+        "launched by",
+        "break-even",
+        "metric",
+        "measure",
+        "imbalance",
+        "99 %",
+        "prompt",
+    ),
     *("requests", "same top", "KL", "vs dense, 95 %", "vs dense"),
 )
 
-COMPARED = ("ratio_interval", "kl_interval", "same_top_interval")  # intervals of comparisons with dense attention
+# intervals of comparisons with dense attention
+COMPARED = ("ratio_interval", "kl_interval", "same_top_interval")
 
 COMMON_COLUMNS = {
     "sparsity": ("sparsity", "{:.1%}"),
@@ -49,25 +73,39 @@ def caption(rows: list[EvalRow]) -> str:
 def table(rows: list[EvalRow]) -> dict[str, list[str]]:
     """Returns ``{column: cells}`` of the rows of one task, without empty columns."""
     task = record(rows[0].task)
-    columns = {"method": [row.method.label for row in rows], "setting": [str(row.setting) for row in rows]}
+    columns = {
+        "method": [row.method.label for row in rows],
+        "setting": [str(row.setting) for row in rows],
+    }
     common = {name: cell for name, cell in COMMON_COLUMNS.items() if name not in task.hidden}
     for name, (key, form) in {**task.columns, **common}.items():
         if name == SPEEDUP:
-            speedups = dict.fromkeys(each for row in rows for each in row.extra if each.startswith(key))
-            columns |= {name + each.removeprefix(key): [_cell(row, each, form) for row in rows] for each in speedups}
+            speedups = dict.fromkeys(
+                each for row in rows for each in row.extra if each.startswith(key)
+            )
+            columns |= {
+                name + each.removeprefix(key): [_cell(row, each, form) for row in rows]
+                for each in speedups
+            }
         else:
             columns[name] = [_cell(row, key, form) for row in rows]
     return {name: cells for name, cells in columns.items() if any(cells)}
 
 
 def _cell(row: EvalRow, key: str, form: str) -> str:
-    """Returns a field of a row or of its ``extra`` as text; empty if there is none, or it compares dense with itself."""
+    """Returns a field of a row or of its ``extra`` as text; empty if there is none, or it compares
+    dense with itself.
+    """
     value = row.extra.get(key) if key in row.extra else getattr(row, key, None)
     if value is None or (key in COMPARED and row.method.is_dense):
         return ""
     if form == SECONDS:
         return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
-    return " – ".join(form.format(bound) for bound in value) if isinstance(value, tuple | list) else form.format(value)
+    return (
+        " – ".join(form.format(bound) for bound in value)
+        if isinstance(value, tuple | list)
+        else form.format(value)
+    )
 
 
 def show(rows: Sequence[EvalRow], notes: list[str], console: Console) -> None:
@@ -82,26 +120,48 @@ def show(rows: Sequence[EvalRow], notes: list[str], console: Console) -> None:
 def _terminal(rows: list[EvalRow], width: int) -> Table:
     columns = table(rows)
     speedups = sorted((name for name in columns if name.startswith(SPEEDUP)), key=len, reverse=True)
-    columns = fitting(columns, width, TEXT_COLUMNS, (RULER_TASKS, *((name,) for name in (*OPTIONAL_COLUMNS, *speedups))))
+    columns = fitting(
+        columns,
+        width,
+        TEXT_COLUMNS,
+        (RULER_TASKS, *((name,) for name in (*OPTIONAL_COLUMNS, *speedups))),
+    )
     groups = [(row.method, row.extra.get("length"), row.extra.get("batch")) for row in rows]
-    return filled(caption(rows), columns, TEXT_COLUMNS, groups, [row.method.is_trained for row in rows])
+    return filled(
+        caption(rows), columns, TEXT_COLUMNS, groups, [row.method.is_trained for row in rows]
+    )
 
 
 def fitting(
-    columns: dict[str, list[str]], width: int, text: Collection[str], optional: Iterable[Collection[str]]
+    columns: dict[str, list[str]],
+    width: int,
+    text: Collection[str],
+    optional: Iterable[Collection[str]],
 ) -> dict[str, list[str]]:
     """Returns the ``{header: cells}`` that fit ``width`` characters.
 
-    If they do not, headers break at their spaces and the columns of ``text`` wrap, then the groups of ``optional`` headers go,
-    in this order.
+    If they do not, headers break at their spaces and the columns of ``text`` wrap, then the groups
+    of ``optional`` headers go, in this order.
     """
     room = width + 1
     if sum(PADDING + max(map(len, [header, *cells])) for header, cells in columns.items()) <= room:
         return columns
-    broken = {header.replace(" ", "\n").replace("\n%", " %"): cells for header, cells in columns.items()}
+    broken = {
+        header.replace(" ", "\n").replace("\n%", " %"): cells for header, cells in columns.items()
+    }
     for names in optional:
-        if sum(PADDING + _least_width(header, cells, header in text) for header, cells in broken.items()) > room:
-            broken = {header: cells for header, cells in broken.items() if header.replace("\n", " ") not in names}
+        if (
+            sum(
+                PADDING + _least_width(header, cells, header in text)
+                for header, cells in broken.items()
+            )
+            > room
+        ):
+            broken = {
+                header: cells
+                for header, cells in broken.items()
+                if header.replace("\n", " ") not in names
+            }
     return broken
 
 
@@ -113,7 +173,8 @@ def filled(
     bold: Sequence[bool] | None = None,
     sections: bool = False,
 ) -> Table:
-    """Returns ``{header: cells}`` as a table; its first column shows only the first cell of each group of lines.
+    """Returns ``{header: cells}`` as a table; its first column shows only the first cell of each
+    group of lines.
 
     ``sections`` leaves room between groups; ``bold`` marks lines.
     """
@@ -122,46 +183,75 @@ def filled(
         begins = groups is None or not number or groups[number] != groups[number - 1]
         if sections and begins and number:
             shown.add_section()
-        shown.add_row(first if begins else "", *cells, style="bold" if bold and bold[number] else None)
+        shown.add_row(
+            first if begins else "", *cells, style="bold" if bold and bold[number] else None
+        )
     return shown
 
 
 def with_columns(title: str | None, headers: Sequence[str], text: Collection[str]) -> Table:
-    """Returns a table without rows. In a terminal that is still too narrow the columns of ``text`` wrap, numbers do not."""
-    shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    """Returns a table without rows. In a terminal that is still too narrow the columns of ``text``
+    wrap, numbers do not.
+    """
+    shown = Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for header in headers:
         is_text = header in text
-        shown.add_column(header, justify="left" if is_text else "right", no_wrap=not is_text, vertical="bottom")
+        shown.add_column(
+            header, justify="left" if is_text else "right", no_wrap=not is_text, vertical="bottom"
+        )
     return shown
 
 
 def _least_width(header: str, cells: list[str], is_text: bool) -> int:
     whole = max(map(len, [*header.split("\n"), *cells]))
-    return max([min(whole, TEXT_WIDTH), *(len(word) for cell in cells for word in cell.split())]) if is_text else whole
+    return (
+        max([min(whole, TEXT_WIDTH), *(len(word) for cell in cells for word in cell.split())])
+        if is_text
+        else whole
+    )
 
 
 def leaderboard(rows: Sequence[EvalRow]) -> str:
     """Returns a table in Markdown for each length of the prompts; empty without rows."""
     lengths = sorted({row.extra["length"] for row in rows})
-    return "\n".join(_leaderboard([row for row in rows if row.extra["length"] == length], length) for length in lengths)
+    return "\n".join(
+        _leaderboard([row for row in rows if row.extra["length"] == length], length)
+        for length in lengths
+    )
 
 
 def _leaderboard(rows: list[EvalRow], length: int) -> str:
     found = dict.fromkeys(map(_left_out, rows))
-    columns = sorted(found, key=lambda name: (0, float(name[:-2])) if name.endswith(" %") else (1, 0))
-    methods = {row.method: {_left_out(own): own for own in rows if own.method == row.method} for row in rows}
-    best_first = sorted(methods, key=lambda method: fmean(row.score for row in methods[method].values()), reverse=True)
+    columns = sorted(
+        found, key=lambda name: (0, float(name[:-2])) if name.endswith(" %") else (1, 0)
+    )
+    methods = {
+        row.method: {_left_out(own): own for own in rows if own.method == row.method}
+        for row in rows
+    }
+    best_first = sorted(
+        methods,
+        key=lambda method: fmean(row.score for row in methods[method].values()),
+        reverse=True,
+    )
     lines = [
         [method.label, *(_score_and_reads(methods[method].get(name)) for name in columns)]
         for method in sorted(best_first, key=lambda method: not method.is_dense)
     ]
     table = [["method", *columns], ["---"] * (1 + len(columns)), *lines]
-    title = f"RULER, {rows[0].samples} prompts of {length:,} tokens: score (keys read), both in %, by the share left out"
+    title = (
+        f"RULER, {rows[0].samples} prompts of {length:,} tokens: score (keys read), both in "
+        f"%, by the share left out"
+    )
     return "\n".join([title, "", *(f"| {' | '.join(line)} |" for line in table), ""])
 
 
 def _left_out(row: EvalRow) -> str:
-    """Returns the requested share of blocks or keys to leave out (kvpress' compression ratio), or else the setting."""
+    """Returns the requested share of blocks or keys to leave out (kvpress' compression ratio), or
+    else the setting.
+    """
     if row.method.is_dense:
         return "0 %"
     left_out = row.setting.left_out

@@ -19,15 +19,22 @@ from msattn.trainer.serving.attach import Sparse
 
 
 def read_and_spent(sparse: Sparse | None, seconds: float, peak_mb: float) -> dict[str, Any]:
-    """Returns the fields of a row for the cost and for what was read; without ``sparse``, dense attention read everything."""
+    """Returns the fields of a row for the cost and for what was read; without ``sparse``, dense
+    attention read everything.
+    """
     stats = sparse.stats() if sparse else {"sparsity": 0.0}
     sparsity = stats["sparsity"]
-    read = {"sparsity": sparsity, "selectivity": stats["selectivity"] if sparsity is None else 1 - sparsity}
+    read = {
+        "sparsity": sparsity,
+        "selectivity": stats["selectivity"] if sparsity is None else 1 - sparsity,
+    }
     return {**read, "latency_s": seconds, "peak_memory_mb": peak_mb}
 
 
 class Answers(NamedTuple):
-    """Generated tokens and text of each prompt, and the result of :func:`read_and_spent`, with the mean seconds of a prompt."""
+    """Generated tokens and text of each prompt, and the result of :func:`read_and_spent`, with the
+    mean seconds of a prompt.
+    """
 
     tokens: list[list[int]]
     texts: list[str]
@@ -35,7 +42,8 @@ class Answers(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A prompt ``ids [1, N]``, the largest number of answer tokens, and a function that says if an answer's text is complete.
+    """A prompt ``ids [1, N]``, the largest number of answer tokens, and a function that says if an
+    answer's text is complete.
 
     Without ``complete`` an answer ends at an end token or at the largest number of tokens.
     """
@@ -47,9 +55,15 @@ class Question(NamedTuple):
 
 @torch.inference_mode()
 def answer(
-    loaded: Loaded, questions: Sequence[Question], case: MethodSetting, advance: Callable[[], None], batch_tokens: int = 0
+    loaded: Loaded,
+    questions: Sequence[Question],
+    case: MethodSetting,
+    advance: Callable[[], None],
+    batch_tokens: int = 0,
 ) -> Answers:
-    """Generates answers greedily, to batches of prompts in succession with up to ``batch_tokens`` tokens, padding included."""
+    """Generates answers greedily, to batches of prompts in succession with up to ``batch_tokens``
+    tokens, padding included.
+    """
     device = loaded.model.device
     if device.type == "cuda":  # not timed: kernels compile at their first call
         with case.attach():
@@ -68,11 +82,16 @@ def answer(
 
 
 def batches(questions: Sequence[Question], tokens: int) -> Iterator[list[Question]]:
-    """Yields questions in succession with equal ``max_new_tokens``, as many as have ``tokens`` tokens with padding."""
+    """Yields questions in succession with equal ``max_new_tokens``, as many as have ``tokens``
+    tokens with padding.
+    """
     batch: list[Question] = []
     for question in questions:
         longest = max(each.ids.shape[1] for each in [*batch, question])
-        if batch and (batch[0].max_new_tokens != question.max_new_tokens or longest * (len(batch) + 1) > tokens):
+        if batch and (
+            batch[0].max_new_tokens != question.max_new_tokens
+            or longest * (len(batch) + 1) > tokens
+        ):
             yield batch
             batch = []
         batch.append(question)
@@ -81,26 +100,42 @@ def batches(questions: Sequence[Question], tokens: int) -> Iterator[list[Questio
 
 
 def _generate(loaded: Loaded, batch: Sequence[Question]) -> list[list[int]]:
-    """Returns the new tokens after each prompt, up to an end token or a complete answer; prompts are left-padded."""
+    """Returns the new tokens after each prompt, up to an end token or a complete answer; prompts
+    are left-padded.
+    """
     model: Any = loaded.model
     ends = end_tokens(model)
     padding = ends[0] if ends else 0
     longest = max(each.ids.shape[1] for each in batch)
-    ids = torch.cat([pad(each.ids, (longest - each.ids.shape[1], 0), value=padding) for each in batch])
-    mask = torch.cat([pad(torch.ones_like(each.ids), (longest - each.ids.shape[1], 0)) for each in batch])
-    options: dict[str, Any] = {"max_new_tokens": batch[0].max_new_tokens, "do_sample": False, "pad_token_id": padding}
+    ids = torch.cat(
+        [pad(each.ids, (longest - each.ids.shape[1], 0), value=padding) for each in batch]
+    )
+    mask = torch.cat(
+        [pad(torch.ones_like(each.ids), (longest - each.ids.shape[1], 0)) for each in batch]
+    )
+    options: dict[str, Any] = {
+        "max_new_tokens": batch[0].max_new_tokens,
+        "do_sample": False,
+        "pad_token_id": padding,
+    }
 
     lengths: dict[int, int] = {}  # of the complete answers; later tokens are padding
 
     def complete(found: Tensor, scores: Any) -> Tensor:
         for row, (each, new) in enumerate(zip(batch, found[:, longest:], strict=True)):
-            if row not in lengths and each.complete is not None and each.complete(_text(loaded, new)):
+            if (
+                row not in lengths
+                and each.complete is not None
+                and each.complete(_text(loaded, new))
+            ):
                 lengths[row] = len(new)
         return torch.tensor([row in lengths for row in range(len(batch))], device=found.device)
 
     if any(each.complete for each in batch):
         options["stopping_criteria"] = [complete]
-    found: Tensor = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), **options)
+    found: Tensor = model.generate(
+        ids.to(model.device), attention_mask=mask.to(model.device), **options
+    )
     rows = [row[: lengths.get(number)] for number, row in enumerate(found[:, longest:].tolist())]
     return [[*takewhile(lambda token: token not in ends, row)] for row in rows]
 

@@ -1,4 +1,6 @@
-"""Perplexity of whole documents from their beginning, by length, as in papers on long contexts (PG-19, Proof-pile)."""
+"""Perplexity of whole documents from their beginning, by length, as in papers on long contexts
+(PG-19, Proof-pile).
+"""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -20,13 +22,17 @@ from msattn.trainer.models.loading import Described, Loaded
 
 
 def run(job: Job) -> list[EvalRow]:
-    """Returns the rows of :func:`msattn.trainer.evaluate.tasks.perplexity.compare` at each length, of the same documents."""
+    """Returns the rows of :func:`msattn.trainer.evaluate.tasks.perplexity.compare` at each length,
+    of the same documents.
+    """
     settings, tokenizer = job.cfg.eval.documents, job.loaded.tokenizer
     documents = list(islice(beginnings(job.cfg, tokenizer), settings.num_documents))
     rows: list[EvalRow] = []
     for length in settings.lengths:
         texts = [ids[:length] for ids in documents]
-        decoded = tokenizer.batch_decode([ids[1:].tolist() for ids in texts], skip_special_tokens=True)
+        decoded = tokenizer.batch_decode(
+            [ids[1:].tolist() for ids in texts], skip_special_tokens=True
+        )
         num_bytes = sum(len(text.encode()) for text in decoded)
         rows += compare(job, "documents", texts, num_bytes, settings.sparsities)
     return rows
@@ -37,16 +43,23 @@ def check_sizes(cfg: EvalRunConfig, model: Described | Loaded, methods: Compared
     if next(beginnings(cfg, model.tokenizer), None) is None:
         settings = cfg.eval.documents
         name = "lengths" if settings.min_tokens is None else "min_tokens"
-        raise UserError(f"eval.documents.{name}={settings.least_tokens}: no held-out document has as many tokens")
+        raise UserError(
+            f"eval.documents.{name}={settings.least_tokens}: no held-out document has as many "
+            f"tokens"
+        )
 
 
 def beginnings(cfg: EvalRunConfig, tokenizer: Any) -> Iterator[Tensor]:
-    """Yields the first tokens, as many as the longest length, of each held-out document that is long enough.
+    """Yields the first tokens, as many as the longest length, of each held-out document that is
+    long enough.
 
     BOS is the first of them if there is one.
     """
     settings = cfg.eval.documents
-    least, first = settings.least_tokens, [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    least, first = (
+        settings.least_tokens,
+        [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id],
+    )
     for document in data.documents(cfg.data, heldout=True):
         if len(document.text) < least - len(first):  # a token has a character at least
             continue

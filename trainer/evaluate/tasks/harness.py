@@ -1,4 +1,5 @@
-"""Tasks of EleutherAI's lm_eval on the attached model: LongBench, InfiniteBench, RULER, BABILong, or the user's own tasks.
+"""Tasks of EleutherAI's lm_eval on the attached model: LongBench, InfiniteBench, RULER, BABILong,
+or the user's own tasks.
 
 Dense attention and every method answer the same samples, one at a time.
 """
@@ -36,21 +37,27 @@ def check_config(cfg: EvalRunConfig) -> None:
     tasks, folder = cfg.eval.harness.tasks, cfg.eval.harness.include_path
     require(bool(tasks), "eval.harness.tasks", tasks, "expected one or more tasks of lm_eval")
     found = folder is None or os.path.isdir(os.path.expanduser(folder))
-    require(found, "eval.harness.include_path", folder, "expected a folder with YAML files of tasks")
+    require(
+        found, "eval.harness.include_path", folder, "expected a folder with YAML files of tasks"
+    )
 
 
 def run(job: Job) -> list[EvalRow]:
-    """Returns rows of dense attention, each block selection, and each routing with its own number of probes.
+    """Returns rows of dense attention, each block selection, and each routing with its own number
+    of probes.
 
-    There is a row for each task, and for each length of a task that makes prompts of given lengths, or each bin. Raises
-    UserError if a sample, with its answer, is longer than the model's positions, or a task has no metric with a number.
+    There is a row for each task, and for each length of a task that makes prompts of given lengths,
+    or each bin. Raises UserError if a sample, with its answer, is longer than the model's
+    positions, or a task has no metric with a number.
     """
     settings = job.cfg.eval.harness
     tried = job.methods.cases(job.loaded.model, settings.sparsities, settings.probes or None)
     rows: list[EvalRow] = []
     dense: dict[tuple[str, int | None], float] = {}
     for number, case in enumerate(tried, start=1):
-        model = attached_model(job.loaded, job.bar(f"lm_eval, method {number} of {len(tried)}", None))
+        model = attached_model(
+            job.loaded, job.bar(f"lm_eval, method {number} of {len(tried)}", None)
+        )
         for asked in job.prepared["harness"]:
             group = asked.benchmark, asked.length
             key = "harness", number, case.method, case.setting, *group
@@ -67,23 +74,36 @@ def attached_model(loaded: Loaded, advance: Callable[[], None]) -> "HFLM":
     from lm_eval.models.utils import normalize_gen_kwargs
 
     class AttachedModel(HFLM):
-        def tok_batch_encode(self, strings: list[str], *args: Any, left_truncate_len: int | None = None, **options: Any) -> Any:
+        def tok_batch_encode(
+            self,
+            strings: list[str],
+            *args: Any,
+            left_truncate_len: int | None = None,
+            **options: Any,
+        ) -> Any:
             ids, mask = super().tok_batch_encode(strings, *args, **options)
             self._check(ids.shape[1], left_truncate_len or self.max_length)
             return ids, mask
 
-        def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None) -> Any:
+        def _loglikelihood_tokens(
+            self, requests: Any, disable_tqdm: bool = True, override_bs: int | None = None
+        ) -> Any:
             for _, context, continuation in requests:
-                self._check(len(context) + len(continuation) - 1, self.max_length)  # the last token is only predicted
-            return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
+                # the last token is only predicted
+                self._check(len(context) + len(continuation) - 1, self.max_length)
+            return super()._loglikelihood_tokens(
+                requests, disable_tqdm=True, override_bs=override_bs
+            )
 
         def generate_until(self, requests: Any, disable_tqdm: bool = True) -> Any:
             for request in requests:
                 new = normalize_gen_kwargs(request.args[1], self.max_gen_toks)["max_gen_toks"]
                 if new >= self.max_length:
                     raise UserError(
-                        f"eval.harness: answers of {request.task_name} have up to {new} tokens, and the model has positions "
-                        f"for {self.max_length}; extend the context with model.rope_scaling, or leave the task out"
+                        f"eval.harness: answers of {request.task_name} have up to {new} tokens, "
+                        f"and the model has positions "
+                        f"for {self.max_length}; extend the context with model.rope_scaling, or "
+                        f"leave the task out"
                     )
             return super().generate_until(requests, disable_tqdm=True)
 
@@ -101,30 +121,48 @@ def attached_model(loaded: Loaded, advance: Callable[[], None]) -> "HFLM":
         def _check(self, tokens: int, most: int) -> None:
             if tokens > most:
                 raise UserError(
-                    f"eval.harness: a sample has {tokens} tokens, and {most} fit the model's positions with the answer; "
+                    f"eval.harness: a sample has {tokens} tokens, and {most} fit the model's "
+                    f"positions with the answer; "
                     "extend the context with model.rope_scaling, or leave the task out"
                 )
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     model: Any = loaded.model
     tokenizer: Any = loaded.tokenizer
-    return AttachedModel(pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=max_length(model.config))
+    return AttachedModel(
+        pretrained=model, tokenizer=tokenizer, batch_size=1, max_length=max_length(model.config)
+    )
 
 
-def _row(job: Job, case: MethodSetting, model: "HFLM", asked: TaskSamples, dense_score: float | None) -> EvalRow:
-    """Returns the row of a task; ``dense_score`` is that of dense attention, None for dense attention itself."""
+def _row(
+    job: Job, case: MethodSetting, model: "HFLM", asked: TaskSamples, dense_score: float | None
+) -> EvalRow:
+    """Returns the row of a task; ``dense_score`` is that of dense attention, None for dense
+    attention itself.
+    """
     with case.attach() as sparse:
         with cost(job.loaded.model.device) as measured:
             found = _evaluate(job.cfg, model, asked, uses_chat(job.loaded.tokenizer, job.cfg.chat))
         spent = read_and_spent(sparse, measured.seconds / len(asked.samples), measured.peak_mb)
     metric, filtered, score = main_metric(found["results"][asked.name], asked.length)
     answered = [sample for sample in found["samples"][asked.name] if sample["filter"] == filtered]
-    values = [float(sample[metric]) for sample in answered if isinstance(sample.get(metric), int | float)]
+    values = [
+        float(sample[metric]) for sample in answered if isinstance(sample.get(metric), int | float)
+    ]
     name = "score" if metric == str(asked.length) else metric
     interval = mean_interval(values) if values and abs(fmean(values) - score) < 1e-6 else None
-    extra = {"benchmark": asked.benchmark, **({"length": asked.length} if asked.length else {}), "latency_of": "a sample"}
+    extra = {
+        "benchmark": asked.benchmark,
+        **({"length": asked.length} if asked.length else {}),
+        "latency_of": "a sample",
+    }
     ratio = ratio_to(dense_score, score)
-    fields: dict[str, Any] = {"ratio_to_dense": ratio, **spent, "samples": len(asked.samples), "extra": extra}
+    fields: dict[str, Any] = {
+        "ratio_to_dense": ratio,
+        **spent,
+        "samples": len(asked.samples),
+        "extra": extra,
+    }
     return EvalRow("harness", case.method, case.setting, score, name, interval=interval, **fields)
 
 
@@ -144,7 +182,8 @@ def _evaluate(cfg: EvalRunConfig, model: "HFLM", asked: TaskSamples, chat: bool)
 
 
 def main_metric(result: dict[str, Any], length: int | None = None) -> tuple[str, str, float]:
-    """Returns name, filter and value of a task's first metric, or of the one that is named after ``length``, as RULER's are.
+    """Returns name, filter and value of a task's first metric, or of the one that is named after
+    ``length``, as RULER's are.
 
     Keys of ``result`` are such as ``acc,none`` and ``acc_stderr,none``.
     """
@@ -163,6 +202,11 @@ TASK = Task(
     unit="samples per row",
     columns={"benchmark": ("benchmark", "{}")}
     | TOKENS
-    | {"metric": NAME, "score": ("score", "{:.3f}"), "95 % interval": ("interval", "{:.3f}"), "vs dense": RATIO},
+    | {
+        "metric": NAME,
+        "score": ("score", "{:.3f}"),
+        "95 % interval": ("interval", "{:.3f}"),
+        "vs dense": RATIO,
+    },
     fits_positions=False,  # checked with the samples
 )

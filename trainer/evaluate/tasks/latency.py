@@ -1,10 +1,11 @@
 """Time to the first token with dense and sparse attention, its parts, and the break-even length.
 
-Prompts are held-out text, because calibrated selections read another share of random tokens. A model with random weights was
-trained on no text; its prompts are random tokens. Each prompt fills a cache, as in ``generate``. Dense attention is called
-through the same hooks, with each of PyTorch's fused SDPA kernels, so that the rest of the model is the same. Prompts that are
-prefilled in several passes, and new tokens after cached ones, are measured with one setting of each method beside the fastest
-dense kernel.
+Prompts are held-out text, because calibrated selections read another share of random tokens. A
+model with random weights was trained on no text; its prompts are random tokens. Each prompt fills a
+cache, as in ``generate``. Dense attention is called through the same hooks, with each of PyTorch's
+fused SDPA kernels, so that the rest of the model is the same. Prompts that are prefilled in several
+passes, and new tokens after cached ones, are measured with one setting of each method beside the
+fastest dense kernel.
 """
 
 import math
@@ -27,7 +28,12 @@ from msattn.trainer.evaluate.compared import MethodSetting
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.task import SECONDS, SPEEDUPS, TOKENS, Task
-from msattn.trainer.evaluate.tasks.timing import cost, random_cache, random_gate, with_growing_layers
+from msattn.trainer.evaluate.tasks.timing import (
+    cost,
+    random_cache,
+    random_gate,
+    with_growing_layers,
+)
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import decoder, text_config
 from msattn.trainer.models.layer_attention import dense_attention
@@ -37,13 +43,14 @@ from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, Phas
 from msattn.trainer.serving.cache.install import can_crop
 from msattn.trainer.serving.fused import fused
 
-# Attaches a method; ``stats`` of what it yields returns the sparsity since the context began and, with ``measure_time``, the
-# seconds of each part.
+# Attaches a method; ``stats`` of what it yields returns the sparsity since the context began and,
+# with ``measure_time``, the seconds of each part.
 Attached = Callable[..., AbstractContextManager[Any]]
 
 
 class Situation(NamedTuple):
-    """The first tokens of a prompt whose keys are cached already, and the most tokens of a pass (None: no limit).
+    """The first tokens of a prompt whose keys are cached already, and the most tokens of a pass
+    (None: no limit).
 
     The name ends the setting of its rows; it is empty for a whole prompt in one pass.
     """
@@ -60,7 +67,8 @@ WHOLE_PROMPT = Situation()
 class LatencyRun:
     """Measurements of prompts of one length: seconds of each, peak MiB, and the parts of one more.
 
-    ``parts`` are the seconds of selection and attention. That prompt takes ``timed_s``: no CUDA graph is timed in parts.
+    ``parts`` are the seconds of selection and attention. That prompt takes ``timed_s``: no CUDA
+    graph is timed in parts.
     """
 
     seconds: list[float]
@@ -75,7 +83,8 @@ class LatencyRun:
 
 
 def run(job: Job) -> list[EvalRow]:
-    """Returns, for each length, a row for each dense kernel and one for each block selection at each sparsity.
+    """Returns, for each length, a row for each dense kernel and one for each block selection at
+    each sparsity.
 
     Rows of the other situations follow.
     """
@@ -83,12 +92,21 @@ def run(job: Job) -> list[EvalRow]:
     if not any(block.gate for block in blocks):
         blocks = [random_gate(job.cfg, model), *blocks]
     kernels = SDPA_BACKENDS[model.device.type]
-    dense = [MethodSetting(DENSE.of(name), Setting(), partial(_attach_dense, model, kernels[name])) for name in kernels]
+    dense = [
+        MethodSetting(DENSE.of(name), Setting(), partial(_attach_dense, model, kernels[name]))
+        for name in kernels
+    ]
     cases = dense + [case for block in blocks for case in block.cases(model, settings.sparsities)]
     # Of each method, the setting with the configured sparsity.
-    of_situations = dense + [block.cases(model, [block.select.sparsity or 0.0])[0] for block in blocks]
+    of_situations = dense + [
+        block.cases(model, [block.select.sparsity or 0.0])[0] for block in blocks
+    ]
     plan = [(length, WHOLE_PROMPT, cases) for length in settings.lengths]
-    plan += [(length, each, of_situations) for length in settings.lengths for each in situations(length, settings)]
+    plan += [
+        (length, each, of_situations)
+        for length in settings.lengths
+        for each in situations(length, settings)
+    ]
     prompt, random_keys = job.prepared["latency"].to(model.device), job.cfg.model.init == "random"
     advance = job.bar("latency", sum(len(of_case) for _, _, of_case in plan))
     rows: list[EvalRow] = []
@@ -98,7 +116,19 @@ def run(job: Job) -> list[EvalRow]:
         for case in measured:
             try:
                 with use_backend(None):  # too little memory is a reason, not an error
-                    done.append((case, measure(model, ids, case.attach, settings.seconds, situation, random_keys=random_keys)))
+                    done.append(
+                        (
+                            case,
+                            measure(
+                                model,
+                                ids,
+                                case.attach,
+                                settings.seconds,
+                                situation,
+                                random_keys=random_keys,
+                            ),
+                        )
+                    )
             except BackendUnavailable as reason:
                 where = f"{length:,} tokens" + f", {situation.name}" * bool(situation.name)
                 job.methods.notes.append(f"{case.method} at {where}: not timed: {reason}")
@@ -108,15 +138,25 @@ def run(job: Job) -> list[EvalRow]:
 
 
 def prepare(cfg: EvalRunConfig, model: Described | Loaded) -> Tensor:
-    """Returns the longest prompt, ``[1, N]``, whose beginnings are the others; UserError if the held-out text is shorter."""
+    """Returns the longest prompt, ``[1, N]``, whose beginnings are the others; UserError if the
+    held-out text is shorter.
+    """
     longest = max(cfg.eval.latency.lengths)
     if cfg.model.init == "random":
-        vocabulary, generator = text_config(model.config).vocab_size, torch.Generator().manual_seed(cfg.seed)
+        vocabulary, generator = (
+            text_config(model.config).vocab_size,
+            torch.Generator().manual_seed(cfg.seed),
+        )
         return torch.randint(vocabulary, (1, longest), generator=generator)
     with_bos = model.tokenizer.bos_token_id is not None
-    ids = data.encode(data.documents(cfg.data, heldout=True), model.tokenizer, at_least=longest, bos=with_bos)
+    ids = data.encode(
+        data.documents(cfg.data, heldout=True), model.tokenizer, at_least=longest, bos=with_bos
+    )
     if len(ids) < longest:
-        raise UserError(f"eval.latency.lengths={longest}: expected at most {len(ids)}, the tokens of the held-out text")
+        raise UserError(
+            f"eval.latency.lengths={longest}: expected at most {len(ids)}, the tokens of the "
+            f"held-out text"
+        )
     return torch.from_numpy(ids[None, :longest]).long()
 
 
@@ -126,36 +166,57 @@ def situations(length: int, settings: LatencyConfig) -> list[Situation]:
     if settings.chunk is not None and length >= 2 * settings.chunk:
         found.append(Situation(f"chunks of {settings.chunk}", chunk=settings.chunk))
     if settings.turn is not None and length >= 2 * settings.turn:
-        found.append(Situation(f"{settings.turn} new after {length - settings.turn}", cached=length - settings.turn))
+        found.append(
+            Situation(
+                f"{settings.turn} new after {length - settings.turn}", cached=length - settings.turn
+            )
+        )
     return found
 
 
-def _rows_of(done: list[tuple[MethodSetting, LatencyRun]], length: int, situation: Situation) -> list[EvalRow]:
-    """Returns the rows of the runs of one length and situation; of dense kernels, all only for whole prompts."""
+def _rows_of(
+    done: list[tuple[MethodSetting, LatencyRun]], length: int, situation: Situation
+) -> list[EvalRow]:
+    """Returns the rows of the runs of one length and situation; of dense kernels, all only for
+    whole prompts.
+    """
     dense = {case.method.variants[0]: each.median_s for case, each in done if case.method.is_dense}
     if situation is not WHOLE_PROMPT and dense:
         fastest = min(dense, key=lambda name: dense[name])
         dense = {fastest: dense[fastest]}
-        done = [(case, each) for case, each in done if not case.method.is_dense or case.method.variants[0] == fastest]
+        done = [
+            (case, each)
+            for case, each in done
+            if not case.method.is_dense or case.method.variants[0] == fastest
+        ]
     return [as_row(case, length, each, dense, situation.name) for case, each in done]
 
 
 @contextmanager
-def _attach_dense(model: PreTrainedModel, kernel: str | None, *, measure_time: bool = False) -> Iterator[SimpleNamespace]:
+def _attach_dense(
+    model: PreTrainedModel, kernel: str | None, *, measure_time: bool = False
+) -> Iterator[SimpleNamespace]:
     timer = PhaseTimer(model.device)
 
     def timed_dense_attention(x: LayerInputs) -> Tensor:
         with timer.measure("attention") if measure_time else nullcontext():
             return dense_attention(x)
 
-    with use_backend(kernel), tap(model, timed_dense_attention), fused(decoder(model)):  # as in attached models
+    # as in attached models
+    with use_backend(kernel), tap(model, timed_dense_attention), fused(decoder(model)):
         seconds = partial(timer.seconds, "attention")
-        yield SimpleNamespace(stats=lambda: {"sparsity": None, "selection_s": None, "attention_s": seconds()})
+        yield SimpleNamespace(
+            stats=lambda: {"sparsity": None, "selection_s": None, "attention_s": seconds()}
+        )
 
 
 @torch.inference_mode()
-def first_token(model: PreTrainedModel, ids: Tensor, cache: Cache | None = None, chunk: int | None = None) -> Tensor:
-    """Returns the greedy token after ``ids [1, N]``, in passes of ``chunk`` tokens; keys and values go to a cache."""
+def first_token(
+    model: PreTrainedModel, ids: Tensor, cache: Cache | None = None, chunk: int | None = None
+) -> Tensor:
+    """Returns the greedy token after ``ids [1, N]``, in passes of ``chunk`` tokens; keys and values
+    go to a cache.
+    """
     run_pass: Any = partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
     *first_passes, last = ids.split(chunk or ids.shape[1], dim=1)
     for tokens in first_passes:
@@ -172,13 +233,18 @@ def measure(
     *,
     random_keys: bool,
 ) -> LatencyRun:
-    """Runs a warm-up prompt, measures prompts until they took ``seconds``, and the parts of one more, whose timers cost time.
+    """Runs a warm-up prompt, measures prompts until they took ``seconds``, and the parts of one
+    more, whose timers cost time.
 
-    Cached tokens are prefilled by the method itself, as in a conversation, or have random keys. They are those of the warm-up
-    again, so that what an attached model keeps of them is known. The prompt whose parts are measured is alone in its context,
-    so its sparsity includes no prefill of cached tokens.
+    Cached tokens are prefilled by the method itself, as in a conversation, or have random keys.
+    They are those of the warm-up again, so that what an attached model keeps of them is known. The
+    prompt whose parts are measured is alone in its context, so its sparsity includes no prefill of
+    cached tokens.
     """
-    new, next_cache = ids[:, situation.cached :], partial(_cache, model, ids, situation, random_keys)
+    new, next_cache = (
+        ids[:, situation.cached :],
+        partial(_cache, model, ids, situation, random_keys),
+    )
     taken: list[float] = []
     peaks: list[float] = []
     with attached():
@@ -199,14 +265,20 @@ def measure(
     return LatencyRun(taken, max(peaks), stats["sparsity"], parts, timed.seconds)
 
 
-def _cache(model: PreTrainedModel, ids: Tensor, situation: Situation, random_keys: bool, used: Cache | None) -> Cache | None:
-    """Returns the cache before a prompt, ``used`` without its tokens if possible; None: the model creates one."""
+def _cache(
+    model: PreTrainedModel, ids: Tensor, situation: Situation, random_keys: bool, used: Cache | None
+) -> Cache | None:
+    """Returns the cache before a prompt, ``used`` without its tokens if possible; None: the model
+    creates one.
+    """
     new_tokens = ids.shape[1] - situation.cached
     if situation.cached and used is not None and can_crop(used):
         used.crop(-new_tokens)
         return used
     if situation.cached and random_keys:
-        return with_growing_layers(model, random_cache(model, 1, situation.cached, new_tokens=new_tokens, seed=0))
+        return with_growing_layers(
+            model, random_cache(model, 1, situation.cached, new_tokens=new_tokens, seed=0)
+        )
     if situation is WHOLE_PROMPT:
         return None
     cache = with_growing_layers(model, DynamicCache(config=model.config))
@@ -215,8 +287,12 @@ def _cache(model: PreTrainedModel, ids: Tensor, situation: Situation, random_key
     return cache
 
 
-def as_row(case: MethodSetting, length: int, done: LatencyRun, dense: dict[str, float], situation: str = "") -> EvalRow:
-    """Returns the row of a run; ``dense`` holds the seconds of each dense kernel at the same length and in its situation."""
+def as_row(
+    case: MethodSetting, length: int, done: LatencyRun, dense: dict[str, float], situation: str = ""
+) -> EvalRow:
+    """Returns the row of a run; ``dense`` holds the seconds of each dense kernel at the same length
+    and in its situation.
+    """
     seconds, setting = done.median_s, replace(case.setting, situation=situation)
     extra: dict[str, Any] = {"length": length, "situation": situation}
     extra |= {f"{part}_s": value for part, value in done.parts.items()}
@@ -231,7 +307,9 @@ def as_row(case: MethodSetting, length: int, done: LatencyRun, dense: dict[str, 
 
 
 def _with_break_even(rows: list[EvalRow], notes: list[str]) -> list[EvalRow]:
-    """Returns the rows with the break-even length of their setting, and appends a note on each setting to ``notes``."""
+    """Returns the rows with the break-even length of their setting, and appends a note on each
+    setting to ``notes``.
+    """
     found: dict[tuple[Method, Setting], int | None] = {}
     whole = [each for each in rows if not each.method.is_dense and not each.extra["situation"]]
     for method, setting in dict.fromkeys((each.method, each.setting) for each in whole):
@@ -240,14 +318,18 @@ def _with_break_even(rows: list[EvalRow], notes: list[str]) -> list[EvalRow]:
         found[method, setting] = tokens = break_even(ratios)
         where = "at no measured length" if tokens is None else f"from {tokens:,} tokens on"
         notes.append(f"{method}, {setting}: faster than the fastest dense attention {where}.")
-    return [replace(each, extra=each.extra | {"break_even": found.get((each.method, each.setting))}) for each in rows]
+    return [
+        replace(each, extra=each.extra | {"break_even": found.get((each.method, each.setting))})
+        for each in rows
+    ]
 
 
 def break_even(ratios: dict[int, float]) -> int | None:
     """Returns the length from which sparse attention stays faster than dense attention, or None.
 
-    ``ratios`` maps each measured length to sparse over dense time. Between two lengths the ratio is interpolated linearly in
-    the logarithms of both; there is no extrapolation below the shortest measured length.
+    ``ratios`` maps each measured length to sparse over dense time. Between two lengths the ratio is
+    interpolated linearly in the logarithms of both; there is no extrapolation below the shortest
+    measured length.
     """
     lengths = sorted(ratios)
     slower = [i for i, length in enumerate(lengths) if ratios[length] >= 1]

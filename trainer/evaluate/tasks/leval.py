@@ -1,18 +1,22 @@
-"""L-Eval: questions about long documents (An et al., arXiv 2307.11088), by the likelihood of the expected answers.
+"""L-Eval: questions about long documents (An et al., arXiv 2307.11088), by the likelihood of the
+expected answers.
 
-A small model seldom writes an answer that a metric accepts, but its likelihood shows what reading less costs. Each question
-is a prompt with the document; the score is the geometric mean of the probabilities of the tokens of the expected answers,
-averaged over the questions of a file and then over files. Of questions of choice the expected answer is its letter. Where that
-is a single one, the question also counts as correct if no other option's letter is more likely.
+A small model seldom writes an answer that a metric accepts, but its likelihood shows what reading
+less costs. Each question is a prompt with the document; the score is the geometric mean of the
+probabilities of the tokens of the expected answers, averaged over the questions of a file and then
+over files. Of questions of choice the expected answer is its letter. Where that is a single one,
+the question also counts as correct if no other option's letter is more likely.
 
-Block selections read document and question in one sparse prefill, from which the answer's first token is predicted; the others
-read every key, as in ``generate``. Routings read the document in a dense prefill, then question and
-answer as new tokens, up to ``MAX_ROUTED_TOKENS`` in a pass. All methods get the same prompts. A document that does not fit into
-the length loses its middle, so that its beginning and its end stay.
+Block selections read document and question in one sparse prefill, from which the answer's first
+token is predicted; the others read every key, as in ``generate``. Routings read the document in a
+dense prefill, then question and answer as new tokens, up to ``MAX_ROUTED_TOKENS`` in a pass. All
+methods get the same prompts. A document that does not fit into the length loses its middle, so that
+its beginning and its end stay.
 
-With ``eval.leval.answers`` the model also answers: of exams all of the expected answer counts (the same letters, or the text
-in the answer), of others the longest common subsequence of words (``rouge``, ROUGE-L) or the words in common (F1). Block
-selections and routings read these prompts as in RULER.
+With ``eval.leval.answers`` the model also answers: of exams all of the expected answer counts (the
+same letters, or the text in the answer), of others the longest common subsequence of words
+(``rouge``, ROUGE-L) or the words in common (F1). Block selections and routings read these prompts
+as in RULER.
 """
 
 import math
@@ -51,14 +55,19 @@ if TYPE_CHECKING:
 
 BEGUN, LETTER = " Answer:", " Answer with the letter of the right option, or the letters of all."
 MARK = f"[{re.escape(string.punctuation)}]"
-# Punctuation. The group is what numbers keep of it: marks between a digit and a letter or digit, signs, and leading points.
-PUNCTUATION = re.compile(rf"((?<=\d){MARK}(?=\w)|(?<=\w){MARK}(?=\d)|(?<!\w)-(?=[$.]*\d)|(?<![\w.])\.(?=\d))|{MARK}")
+# Punctuation. The group is what numbers keep of it: marks between a digit and a letter or digit,
+# signs, and leading points.
+PUNCTUATION = re.compile(
+    rf"((?<=\d){MARK}(?=\w)|(?<=\w){MARK}(?=\d)|(?<!\w)-(?=[$.]*\d)|(?<![\w.])\.(?=\d))|{MARK}"
+)
 LEAST_DOCUMENT = 16  # tokens of a document that a prompt keeps
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question as tokens: those of its document with what is before it, of the rest of the prompt, and of the answer."""
+    """A question as tokens: those of its document with what is before it, of the rest of the
+    prompt, and of the answer.
+    """
 
     task: str
     question: LevalQuestion
@@ -70,7 +79,9 @@ class Asked:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Mean log probability of the tokens of an answer, and whether the most likely option is right; None without options."""
+    """Mean log probability of the tokens of an answer, and whether the most likely option is right;
+    None without options.
+    """
 
     log_mean: float
     right: bool | None
@@ -86,20 +97,30 @@ def _at_length(job: Job, tasks: Mapping[str, list[LevalQuestion]], length: int) 
     cfg, settings, loaded = job.cfg, job.cfg.eval.leval, job.loaded
     asked = encode_questions(loaded.tokenizer, cfg, tasks, length)
 
-    prompts = [Question(torch.cat([each.document, each.rest])[None], settings.max_new_tokens) for each in asked]
+    prompts = [
+        Question(torch.cat([each.document, each.rest])[None], settings.max_new_tokens)
+        for each in asked
+    ]
 
-    def row(found: list[Likelihood], spent: dict[str, Any], case: MethodSetting, dense: EvalRow | None) -> EvalRow:
+    def row(
+        found: list[Likelihood], spent: dict[str, Any], case: MethodSetting, dense: EvalRow | None
+    ) -> EvalRow:
         scores = None
         if settings.answers:
             texts = answer(loaded, prompts, case, lambda: None).texts
             scores = [score(each.question, text) for each, text in zip(asked, texts, strict=True)]
         return as_row(case, asked, found, scores, spent, length, dense)
 
-    def read(case: MethodSetting, advance: Callable[[], None], dense: EvalRow | None) -> list[EvalRow]:
+    def read(
+        case: MethodSetting, advance: Callable[[], None], dense: EvalRow | None
+    ) -> list[EvalRow]:
         return [row(*prefilled(loaded, asked, case, advance), case, dense)]
 
     def decode(
-        method: ComparedRouting, cases: list[MethodSetting], advance: Callable[[], None], dense: EvalRow | None
+        method: ComparedRouting,
+        cases: list[MethodSetting],
+        advance: Callable[[], None],
+        dense: EvalRow | None,
     ) -> list[EvalRow]:
         results = decoded(loaded, asked, method, cases, advance)
         return [row(*result, case, dense) for case, result in zip(cases, results, strict=True)]
@@ -116,7 +137,9 @@ def _at_length(job: Job, tasks: Mapping[str, list[LevalQuestion]], length: int) 
 
 
 def read_tasks(cfg: EvalRunConfig) -> dict[str, list[LevalQuestion]]:
-    """Returns the questions of each file of ``eval.leval.path``, as many as ``eval.leval.questions``."""
+    """Returns the questions of each file of ``eval.leval.path``, as many as
+    ``eval.leval.questions``.
+    """
     settings = cfg.eval.leval
     if settings.path is None:
         raise UserError("eval.leval.path=null: a jsonl file of L-Eval, or a folder or glob of them")
@@ -130,14 +153,20 @@ def _spread(questions: list[LevalQuestion], number: int | None) -> list[LevalQue
 
 
 def check_sizes(cfg: EvalRunConfig, model: "Described | Loaded", methods: Compared) -> None:
-    """Raises UserError for files of another form, and for a length that is too short for a question."""
+    """Raises UserError for files of another form, and for a length that is too short for a
+    question.
+    """
     tasks = read_tasks(cfg)
     for length in cfg.eval.leval.lengths:
         encode_questions(model.tokenizer, cfg, tasks, length)
 
 
-def encode_questions(tokenizer: Any, cfg: EvalRunConfig, tasks: Mapping[str, list[LevalQuestion]], length: int) -> list[Asked]:
-    """Returns the questions of all tasks as tokens, of which each has at most ``length`` with its answer."""
+def encode_questions(
+    tokenizer: Any, cfg: EvalRunConfig, tasks: Mapping[str, list[LevalQuestion]], length: int
+) -> list[Asked]:
+    """Returns the questions of all tasks as tokens, of which each has at most ``length`` with its
+    answer.
+    """
     opening, reply = around_prompt(tokenizer, cfg.chat)
     documents: dict[str, list[int]] = {}  # several questions share a document
     settings, found = cfg.eval.leval, []
@@ -146,16 +175,27 @@ def encode_questions(tokenizer: Any, cfg: EvalRunConfig, tasks: Mapping[str, lis
             if question.document not in documents:
                 (documents[question.document],) = _encode(tokenizer, [question.document])
             asked = f"\n\nQuestion: {question.instruction}{LETTER * bool(question.options)}"
-            text, begun, gold = _encode(tokenizer, [asked, BEGUN.lstrip() if reply else BEGUN, f" {question.gold}"])
+            text, begun, gold = _encode(
+                tokenizer, [asked, BEGUN.lstrip() if reply else BEGUN, f" {question.gold}"]
+            )
             rest = [*text, *reply, *begun]
-            room = length - len(opening) - len(rest) - max(len(gold), settings.max_new_tokens * settings.answers)
+            room = (
+                length
+                - len(opening)
+                - len(rest)
+                - max(len(gold), settings.max_new_tokens * settings.answers)
+            )
             if room < LEAST_DOCUMENT:
                 raise UserError(
-                    f"eval.leval.lengths={length}: {name} has a question of {len(rest)} and an answer of {len(gold)} tokens, "
+                    f"eval.leval.lengths={length}: {name} has a question of {len(rest)} and an "
+                    f"answer of {len(gold)} tokens, "
                     "which leave no room for its document"
                 )
             document = without_middle(documents[question.document], room)
-            letters = [tokens[0] for tokens in _encode(tokenizer, [f" {letter}" for letter in question.options])]
+            letters = [
+                tokens[0]
+                for tokens in _encode(tokenizer, [f" {letter}" for letter in question.options])
+            ]
             parts = map(torch.tensor, ([*opening, *document], rest, gold, letters))
             found.append(Asked(name, question, *parts))
     return found
@@ -176,7 +216,9 @@ def without_middle(tokens: Sequence[int], most: int) -> list[int]:
 def prefilled(
     loaded: "Loaded", asked: list[Asked], case: MethodSetting, advance: Callable[[], None]
 ) -> tuple[list[Likelihood], dict[str, Any]]:
-    """Returns the likelihoods after a prefill of each prompt with the attention of ``case``, and what was read and spent."""
+    """Returns the likelihoods after a prefill of each prompt with the attention of ``case``, and
+    what was read and spent.
+    """
     device, found, spent = loaded.model.device, [], []
     if device.type == "cuda":  # not timed: kernels compile at their first call
         with case.attach():
@@ -196,9 +238,15 @@ def prefilled(
 
 @torch.inference_mode()
 def decoded(
-    loaded: "Loaded", asked: list[Asked], method: ComparedRouting, plan: list[MethodSetting], advance: Callable[[], None]
+    loaded: "Loaded",
+    asked: list[Asked],
+    method: ComparedRouting,
+    plan: list[MethodSetting],
+    advance: Callable[[], None],
 ) -> list[tuple[list[Likelihood], dict[str, Any]]]:
-    """Returns the result of :func:`prefilled` for each setting; all share one dense prefill of each document."""
+    """Returns the result of :func:`prefilled` for each setting; all share one dense prefill of each
+    document.
+    """
     found: list[list[Likelihood]] = [[] for _ in plan]
     spent: list[list[dict[str, Any]]] = [[] for _ in plan]
     for each in asked:
@@ -209,15 +257,21 @@ def decoded(
             with case.attach() as sparse:
                 with cost(loaded.model.device) as measured:
                     hidden = [_read(loaded, cache, part) for part in steps.split(MAX_ROUTED_TOKENS)]
-                spent_by.append(read_and_spent(sparse, measured.seconds / len(steps), measured.peak_mb))
+                spent_by.append(
+                    read_and_spent(sparse, measured.seconds / len(steps), measured.peak_mb)
+                )
             cache.crop(-len(steps))
-            likelihoods.append(likelihood(loaded, torch.cat(hidden, dim=1)[:, -len(each.gold) :], each))
+            likelihoods.append(
+                likelihood(loaded, torch.cat(hidden, dim=1)[:, -len(each.gold) :], each)
+            )
         advance()
     return [(each, mean_spent(parts)) for each, parts in zip(found, spent, strict=True)]
 
 
 def mean_spent(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the means of the results of ``read_and_spent`` of questions, and their largest memory."""
+    """Returns the means of the results of ``read_and_spent`` of questions, and their largest
+    memory.
+    """
     means = {
         name: None if parts[0][name] is None else fmean(part[name] for part in parts)
         for name in ("sparsity", "selectivity", "latency_s")
@@ -226,13 +280,17 @@ def mean_spent(parts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _read(loaded: "Loaded", cache: DynamicCache, tokens: Tensor) -> Tensor:
-    """Returns the last hidden states ``[1, N, hidden]`` of further tokens ``[N]`` of the sequence in ``cache``."""
+    """Returns the last hidden states ``[1, N, hidden]`` of further tokens ``[N]`` of the sequence
+    in ``cache``.
+    """
     ids = tokens[None].to(loaded.model.device)
     return run_backbone(loaded.model, ids, past_key_values=cache, use_cache=True)
 
 
 def likelihood(loaded: "Loaded", hidden: Tensor, asked: Asked) -> Likelihood:
-    """Returns the likelihood of the expected answer, from the states ``[1, n, hidden]`` that predict its tokens."""
+    """Returns the likelihood of the expected answer, from the states ``[1, n, hidden]`` that
+    predict its tokens.
+    """
     logs = output_logits(loaded.model, hidden[0]).float().log_softmax(-1).cpu()
     right = None
     if asked.question.options and len(asked.question.gold) == 1:
@@ -249,17 +307,25 @@ def score(question: LevalQuestion, text: str) -> float:
     if question.metric == "exam":
         return float(contains_answer(plain_words(text), plain_words(question.gold)))
     given, gold = words(text), words(question.gold)
-    common = longest_common(given, gold) if question.metric == "rouge" else sum((Counter(given) & Counter(gold)).values())
+    common = (
+        longest_common(given, gold)
+        if question.metric == "rouge"
+        else sum((Counter(given) & Counter(gold)).values())
+    )
     return 2 * common / (len(given) + len(gold)) if common else 0.0
 
 
 def words(text: str) -> list[str]:
-    """Returns the words of a text without case, punctuation and articles, as SQuAD's F1 compares them."""
+    """Returns the words of a text without case, punctuation and articles, as SQuAD's F1 compares
+    them.
+    """
     return _without_articles(text.lower().translate(str.maketrans("", "", string.punctuation)))
 
 
 def plain_words(text: str) -> str:
-    """Returns a text like :func:`words`, but with the signs and points of numbers: -5 and 3.5 do not become 5 and 35."""
+    """Returns a text like :func:`words`, but with the signs and points of numbers: -5 and 3.5 do
+    not become 5 and 35.
+    """
     return " ".join(_without_articles(PUNCTUATION.sub(r"\1", normalized(text))))
 
 
@@ -273,7 +339,10 @@ def longest_common(one: Sequence[str], other: Sequence[str]) -> int:
     for word in one:
         before = 0
         for place, another in enumerate(other, start=1):
-            before, best[place] = best[place], before + 1 if word == another else max(best[place], best[place - 1])
+            before, best[place] = (
+                best[place],
+                before + 1 if word == another else max(best[place], best[place - 1]),
+            )
     return best[-1]
 
 
@@ -286,7 +355,8 @@ def as_row(
     length: int,
     dense: EvalRow | None,
 ) -> EvalRow:
-    """Returns the row of a method; ``dense`` is that of dense attention, None for dense attention itself.
+    """Returns the row of a method; ``dense`` is that of dense attention, None for dense attention
+    itself.
 
     The interval of the ratio is that of the paired differences of the same questions.
     """
@@ -307,8 +377,21 @@ def as_row(
         by_task = _by_task(asked, scores)
         extra |= {"answers": fmean(map(fmean, by_task.values())), "scores": by_task}
     interval = spread and (math.exp(spread[0]), min(1.0, math.exp(spread[1])))
-    fields: dict[str, Any] = {"ratio_to_dense": math.exp(rise), "samples": len(asked), "extra": extra, **spent}
-    return EvalRow("leval", case.method, case.setting, math.exp(log_mean), "likelihood of a token", interval=interval, **fields)
+    fields: dict[str, Any] = {
+        "ratio_to_dense": math.exp(rise),
+        "samples": len(asked),
+        "extra": extra,
+        **spent,
+    }
+    return EvalRow(
+        "leval",
+        case.method,
+        case.setting,
+        math.exp(log_mean),
+        "likelihood of a token",
+        interval=interval,
+        **fields,
+    )
 
 
 def _by_task(asked: list[Asked], values: Sequence[float]) -> dict[str, list[float]]:
@@ -338,5 +421,9 @@ TASK = Task(
         "own answers": ("answers", "{:.1%}"),
     },
     files=("path",),
-    quality=Quality("likelihood of expected answers", paired_likelihoods, value=lambda row: row.ratio_to_dense or 0.0),
+    quality=Quality(
+        "likelihood of expected answers",
+        paired_likelihoods,
+        value=lambda row: row.ratio_to_dense or 0.0,
+    ),
 )

@@ -1,7 +1,8 @@
 """Perplexity of held-out text with dense attention, gates and baselines, at each sparsity.
 
-Beside it stand two measures of quantised models (llama.cpp's): the Kullback-Leibler divergence KL(dense || sparse) of the
-predictions in nats, and the share of tokens at which dense and sparse attention predict the same token.
+Beside it stand two measures of quantised models (llama.cpp's): the Kullback-Leibler divergence
+KL(dense || sparse) of the predictions in nats, and the share of tokens at which dense and sparse
+attention predict the same token.
 """
 
 import math
@@ -33,9 +34,11 @@ from msattn.trainer.serving.attach import Sparse
 
 @dataclass(frozen=True)
 class PerplexityRun:
-    """Measurements of one method: means of :class:`TokenScores` and seconds of the prefill of each text, peak MiB over all.
+    """Measurements of one method: means of :class:`TokenScores` and seconds of the prefill of each
+    text, peak MiB over all.
 
-    ``hidden`` are the last hidden states of each text, ``[1, N, hidden]`` on the CPU; kept for dense attention only.
+    ``hidden`` are the last hidden states of each text, ``[1, N, hidden]`` on the CPU; kept for
+    dense attention only.
     """
 
     losses: list[float]
@@ -49,7 +52,9 @@ class PerplexityRun:
 
 
 def run(job: Job) -> list[EvalRow]:
-    """Returns a row for dense attention and one for each block selection at each sparsity, on the same chunks."""
+    """Returns a row for dense attention and one for each block selection at each sparsity, on the
+    same chunks.
+    """
     settings = job.cfg.eval.perplexity
     chunks = job.prepared["perplexity"]
     texts = [chunks[i]["input_ids"] for i in range(len(chunks))]
@@ -59,18 +64,28 @@ def run(job: Job) -> list[EvalRow]:
 
 def prepare(cfg: EvalRunConfig, model: Described | Loaded) -> Chunks:
     """Returns the chunks; raises UserError if there is too little held-out text."""
-    return heldout_chunks(cfg, model.tokenizer, cfg.eval.perplexity.length, cfg.eval.perplexity.num_chunks)
+    return heldout_chunks(
+        cfg, model.tokenizer, cfg.eval.perplexity.length, cfg.eval.perplexity.num_chunks
+    )
 
 
 def heldout_chunks(cfg: EvalRunConfig, tokenizer: Any, length: int, count: int) -> Chunks:
-    """Returns ``count`` held-out chunks of ``length`` tokens, the same for every task and method."""
-    return data.chunks(cfg.data, tokenizer, seed=cfg.seed, heldout=True, seq_len=length, num_chunks=count)
+    """Returns ``count`` held-out chunks of ``length`` tokens, the same for every task and
+    method.
+    """
+    return data.chunks(
+        cfg.data, tokenizer, seed=cfg.seed, heldout=True, seq_len=length, num_chunks=count
+    )
 
 
-def compare(job: Job, task: str, texts: Sequence[Tensor], num_bytes: int, sparsities: list[float]) -> list[EvalRow]:
-    """Returns the rows of dense attention and of block selections on ``texts``, each ``[length]``; they predict ``num_bytes``.
+def compare(
+    job: Job, task: str, texts: Sequence[Tensor], num_bytes: int, sparsities: list[float]
+) -> list[EvalRow]:
+    """Returns the rows of dense attention and of block selections on ``texts``, each ``[length]``;
+    they predict ``num_bytes``.
 
-    Dense attention is measured even if its row is kept, since others are compared with each of its predictions.
+    Dense attention is measured even if its row is kept, since others are compared with each of its
+    predictions.
     """
     loaded, length = job.loaded, len(texts[0])
     bits_per_byte = len(texts) * (length - 1) / math.log(2) / num_bytes
@@ -83,7 +98,9 @@ def compare(job: Job, task: str, texts: Sequence[Tensor], num_bytes: int, sparsi
         runs.append(measure(loaded, texts, dense_case.attach(), advance, None))
         return [to_row(dense_case, runs[0], runs[0])]
 
-    def sparse(case: MethodSetting, advance: Callable[[], None], _: EvalRow | None) -> list[EvalRow]:
+    def sparse(
+        case: MethodSetting, advance: Callable[[], None], _: EvalRow | None
+    ) -> list[EvalRow]:
         with case.attach(measure_recall=True) as attached:  # not timed: recall needs dense passes
             for ids in texts:
                 prefill(loaded, ids)
@@ -101,7 +118,9 @@ def compare(job: Job, task: str, texts: Sequence[Tensor], num_bytes: int, sparsi
 
 @torch.inference_mode()
 def prefill(loaded: Loaded, input_ids: Tensor) -> Tensor:
-    """Returns the last hidden states ``[1, N, hidden]`` of tokens ``[N]``, in one pass without a cache."""
+    """Returns the last hidden states ``[1, N, hidden]`` of tokens ``[N]``, in one pass without a
+    cache.
+    """
     return tap.run_backbone(loaded.model, input_ids[None].to(loaded.model.device))
 
 
@@ -112,7 +131,9 @@ def measure(
     advance: Callable[[], None],
     dense: Sequence[Tensor] | None,
 ) -> PerplexityRun:
-    """Measures every text inside the context ``attached``; ``dense`` are dense states, None: this is their run."""
+    """Measures every text inside the context ``attached``; ``dense`` are dense states, None: this
+    is their run.
+    """
     scores: list[tuple[float, ...]] = []
     hidden_states, seconds, peaks = [], [], []
     with attached as sparse:
@@ -121,14 +142,18 @@ def measure(
                 hidden = prefill(loaded, ids)
             seconds.append(spent.seconds)
             peaks.append(spent.peak_mb)
-            found = token_scores(loaded.model, hidden, ids, None if dense is None else dense[number])
+            found = token_scores(
+                loaded.model, hidden, ids, None if dense is None else dense[number]
+            )
             scores.append(tuple(each.double().mean().item() for each in found))
             if dense is None:
                 hidden_states.append(hidden.cpu())
             advance()
         losses, divergences, agreements = map(list, zip(*scores, strict=True))
         sparsity = sparse.stats()["sparsity"] if sparse else 0.0
-        return PerplexityRun(losses, divergences, agreements, seconds, max(peaks), sparsity, hidden=hidden_states)
+        return PerplexityRun(
+            losses, divergences, agreements, seconds, max(peaks), sparsity, hidden=hidden_states
+        )
 
 
 def as_row(
@@ -158,12 +183,15 @@ def as_row(
         task, case.method, case.setting, math.exp(loss), "perplexity",
         interval=spread and (math.exp(spread[0]), math.exp(spread[1])), ratio_to_dense=ratio,
         sparsity=run.sparsity, selectivity=1 - run.sparsity, recall=run.recall,
-        latency_s=median(run.seconds), peak_memory_mb=run.peak_mb, samples=len(run.losses), extra=extra,
+        latency_s=median(run.seconds), peak_memory_mb=run.peak_mb, samples=len(run.losses),
+        extra=extra,
     )  # fmt: skip
 
 
 def _ratio(losses: list[float], others: list[float]) -> tuple[float, Interval | None]:
-    """Returns the ratio of two perplexities of the same texts, with its interval from the paired differences."""
+    """Returns the ratio of two perplexities of the same texts, with its interval from the paired
+    differences.
+    """
     differences = [a - b for a, b in zip(losses, others, strict=True)]
     bounds = mean_interval(differences)
     return math.exp(fmean(differences)), bounds and (math.exp(bounds[0]), math.exp(bounds[1]))
@@ -176,7 +204,13 @@ def paired_losses(one: EvalRow, other: EvalRow) -> Difference:
 
 
 def above_dense(name: str) -> Quality:
-    return Quality(name, paired_losses, better=-1, value=lambda row: (row.ratio_to_dense or math.inf) - 1, form="+.1%")
+    return Quality(
+        name,
+        paired_losses,
+        better=-1,
+        value=lambda row: (row.ratio_to_dense or math.inf) - 1,
+        form="+.1%",
+    )
 
 
 COLUMNS = {

@@ -21,10 +21,14 @@ MOST_EXAMPLES = 20  # prompts whose answers the report shows
 
 
 def run(job: Job) -> list[EvalRow]:
-    """Returns rows of dense attention, of each block selection, and of each routing with its own number of probes."""
+    """Returns rows of dense attention, of each block selection, and of each routing with its own
+    number of probes.
+    """
     loaded, settings = job.loaded, job.cfg.eval.prompts
     prompts, encoded = read_prompts(settings.path), job.prepared["prompts"]
-    tried = job.methods.with_independent(settings.independent).cases(loaded.model, settings.sparsities)
+    tried = job.methods.with_independent(settings.independent).cases(
+        loaded.model, settings.sparsities
+    )
     advance = job.bar("prompts", len(tried) * len(prompts))
     questions = [Question(ids, settings.max_new_tokens) for ids in encoded]
     rows: list[EvalRow] = []
@@ -42,11 +46,19 @@ def check_config(cfg: EvalRunConfig) -> None:
 
 
 def prepare(cfg: EvalRunConfig, model: Described | Loaded) -> list[Tensor]:
-    """Returns the tokens ``[1, N]`` of each prompt; raises UserError for one that is longer than the model's positions."""
+    """Returns the tokens ``[1, N]`` of each prompt; raises UserError for one that is longer than
+    the model's positions.
+    """
     settings = cfg.eval.prompts
-    encoded = [encode_prompt(model.tokenizer, each.prompt, cfg.chat) for each in read_prompts(settings.path)]
+    encoded = [
+        encode_prompt(model.tokenizer, each.prompt, cfg.chat)
+        for each in read_prompts(settings.path)
+    ]
     for number, ids in enumerate(encoded, start=1):
-        given = f"prompt {number} of {settings.path}, with {ids.shape[1]} tokens, and max_new_tokens={settings.max_new_tokens}"
+        given = (
+            f"prompt {number} of {settings.path}, with {ids.shape[1]} tokens, and "
+            f"max_new_tokens={settings.max_new_tokens}"
+        )
         check_length(model.config, ids.shape[1] + settings.max_new_tokens, given)
     return encoded
 
@@ -59,8 +71,12 @@ def as_row(
     dense: Answers,
     dense_score: float | None,
 ) -> EvalRow:
-    """Returns the row of a method; ``dense_score`` is that of dense attention, None for dense attention itself."""
-    correct = [prompt.is_answered_by(text) for prompt, text in zip(prompts, answers.texts, strict=True)]
+    """Returns the row of a method; ``dense_score`` is that of dense attention, None for dense
+    attention itself.
+    """
+    correct = [
+        prompt.is_answered_by(text) for prompt, text in zip(prompts, answers.texts, strict=True)
+    ]
     score = sum(correct) / len(correct)
     extra = {
         "length": max(ids.shape[1] for ids in encoded),
@@ -73,8 +89,21 @@ def as_row(
         ][:MOST_EXAMPLES],
     }
     interval, ratio = wilson(sum(correct), len(correct)), ratio_to(dense_score, score)
-    fields: dict[str, Any] = {"ratio_to_dense": ratio, "samples": len(correct), "extra": extra, **answers.spent}
-    return EvalRow("prompts", case.method, case.setting, score, "answers as expected", interval=interval, **fields)
+    fields: dict[str, Any] = {
+        "ratio_to_dense": ratio,
+        "samples": len(correct),
+        "extra": extra,
+        **answers.spent,
+    }
+    return EvalRow(
+        "prompts",
+        case.method,
+        case.setting,
+        score,
+        "answers as expected",
+        interval=interval,
+        **fields,
+    )
 
 
 def share_of_equal_tokens(tokens: list[int], dense: list[int]) -> float:
@@ -85,6 +114,10 @@ def share_of_equal_tokens(tokens: list[int], dense: list[int]) -> float:
 TASK = Task(
     heading="Own prompts",
     unit="prompts per row",
-    columns={"as expected": SHARE, "95 % interval": BOUNDS, "tokens as dense": ("same_as_dense", "{:.1%}")},
+    columns={
+        "as expected": SHARE,
+        "95 % interval": BOUNDS,
+        "tokens as dense": ("same_as_dense", "{:.1%}"),
+    },
     quality=Quality("own prompts as expected", paired_answers),
 )

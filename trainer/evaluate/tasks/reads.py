@@ -1,4 +1,6 @@
-"""Data of the report's pictures: block maps of a prefill, and the keys that one decoded token reads."""
+"""Data of the report's pictures: block maps of a prefill, and the keys that one decoded token
+reads.
+"""
 
 from typing import Any
 
@@ -24,26 +26,37 @@ BINS = 128  # groups of neighbouring keys in the picture of a decoded token
 DIGITS = 5  # decimal places of stored shares
 
 
-def collect(loaded: Loaded, chunk: dict[str, Tensor], methods: Compared, cfg: EvalRunConfig) -> dict[Method, dict[str, Any]]:
-    """Runs one prefill of a chunk and returns ``{method: {"maps" or "decoded": data}}`` for the rows of two methods.
+def collect(
+    loaded: Loaded, chunk: dict[str, Tensor], methods: Compared, cfg: EvalRunConfig
+) -> dict[Method, dict[str, Any]]:
+    """Runs one prefill of a chunk and returns ``{method: {"maps" or "decoded": data}}`` for the
+    rows of two methods.
 
-    Maps show the first gate, or the first baseline other than the oracle, at its highest sparsity. Decoding shows the layer
-    with the most mass outside the dense window.
+    Maps show the first gate, or the first baseline other than the oracle, at its highest sparsity.
+    Decoding shows the layer with the most mass outside the dense window.
     """
     config, routings = loaded.model.config, methods.bucket_routings
     maps = BlockMaps(models.served_layers(config), models.num_heads(config), heads=1, side=MAP_SIDE)
     shown = [each for each in methods.block_selections if each.gate] or [
-        each for each in methods.block_selections if each.method.is_served and each.method != Random.method
+        each
+        for each in methods.block_selections
+        if each.method.is_served and each.method != Random.method
     ]
     settings = shown[0].settings(sorted(cfg.eval.recall.sparsities)) if shown else []
-    probes = min(routings[0].probes, *(each.router.num_buckets for each in routings)) if routings else 0
+    probes = (
+        min(routings[0].probes, *(each.router.num_buckets for each in routings)) if routings else 0
+    )
     most, decoded = -1.0, {}
 
     def add(x: LayerInputs) -> None:
         nonlocal most, decoded
         if settings and maps.shows(x.layer):
             _add_maps(maps, x, shown[0].selection(settings[-1][1]))
-        if routed := [each for each in routings if x.layer in each.router.layers and x.layer not in each.dense_layers]:
+        if routed := [
+            each
+            for each in routings
+            if x.layer in each.router.layers and x.layer not in each.dense_layers
+        ]:
             far, reads = _reads_of_newest(x, routed, probes)
             if far > most:
                 most, decoded = far, reads
@@ -52,27 +65,43 @@ def collect(loaded: Loaded, chunk: dict[str, Tensor], methods: Compared, cfg: Ev
     found: dict[Method, dict[str, Any]] = {}
     if settings:
         heads = [
-            {"layer": layer, "head": head, "maps": [[_rounded(row) for row in each] for each in of_head]}
+            {
+                "layer": layer,
+                "head": head,
+                "maps": [[_rounded(row) for row in each] for each in of_head],
+            }
             for (layer, head), of_head in maps.maps.items()
         ]
-        found[shown[0].method] = {"maps": {"method": shown[0].method.label, "setting": str(settings[-1][0]), "heads": heads}}
+        found[shown[0].method] = {
+            "maps": {
+                "method": shown[0].method.label,
+                "setting": str(settings[-1][0]),
+                "heads": heads,
+            }
+        }
     if decoded:
         found[routings[0].method] = {"decoded": decoded}
     return found
 
 
 def _add_maps(maps: BlockMaps, x: LayerInputs, selection: Selection) -> None:
-    """Adds the true block map of a layer, the scores of a selection and the blocks that it reads."""
+    """Adds the true block map of a layer, the scores of a selection and the blocks that it
+    reads.
+    """
     sizes, scores = selection.sizes, selection.scorer(x)
     visible = visible_blocks(x, sizes)
     target = "mass" if selection.gate is None else selection.gate.cfg.target
     maps.add(x.layer, visible, Oracle(*sizes, target)(x), scores, selection.choose(scores, x) > 0)
 
 
-def _reads_of_newest(x: LayerInputs, routings: list[ComparedRouting], probes: int) -> tuple[float, dict[str, Any]]:
-    """Returns what the newest token reads with ``probes`` buckets, in the head with the most mass outside the window.
+def _reads_of_newest(
+    x: LayerInputs, routings: list[ComparedRouting], probes: int
+) -> tuple[float, dict[str, Any]]:
+    """Returns what the newest token reads with ``probes`` buckets, in the head with the most mass
+    outside the window.
 
-    The first number is this mass. Shares of mass and of keys are those of up to ``BINS`` groups of neighbouring keys.
+    The first number is this mass. Shares of mass and of keys are those of up to ``BINS`` groups of
+    neighbouring keys.
     """
     query, queries_of_head = x.q[0, :, -1].float(), x.q.shape[1] // x.k.shape[1]
     logits = query.unflatten(0, (-1, queries_of_head)) @ x.k[0].float().transpose(1, 2) * x.scale
@@ -90,10 +119,14 @@ def _reads_of_newest(x: LayerInputs, routings: list[ComparedRouting], probes: in
     }
 
 
-def keys_read(buckets: Tensor, positions: Tensor, probes: Tensor, method: ComparedRouting) -> Tensor:
-    """Returns the keys that each query group reads in ``probes [n, Hkv, L]`` and in the dense window: bool ``[n, Hkv, M]``.
+def keys_read(
+    buckets: Tensor, positions: Tensor, probes: Tensor, method: ComparedRouting
+) -> Tensor:
+    """Returns the keys that each query group reads in ``probes [n, Hkv, L]`` and in the dense
+    window: bool ``[n, Hkv, M]``.
 
-    ``buckets [1, Hkv, M]`` are those of the keys; ``positions [n]`` are those of the queries. -1 is no bucket.
+    ``buckets [1, Hkv, M]`` are those of the keys; ``positions [n]`` are those of the queries. -1 is
+    no bucket.
     """
     batch, kv_heads, _ = probes.shape
     none = max(method.router.num_buckets, buckets.shape[2])  # no more buckets have a key
@@ -112,13 +145,21 @@ def _keys_of_newest(x: LayerInputs, method: ComparedRouting, probes: int) -> Ten
 
 
 def _summary(read: Tensor, mass: Tensor) -> dict[str, Any]:
-    """Returns the shares of keys and mass that ``read [M]`` covers, and the share of keys read in each bin."""
+    """Returns the shares of keys and mass that ``read [M]`` covers, and the share of keys read in
+    each bin.
+    """
     in_bins = _bins(read.float()).sum(-1) / _bins(torch.ones_like(mass)).sum(-1)
-    return {"keys": read.float().mean().item(), "mass": (mass * read).sum().item(), "bins": _rounded(in_bins)}
+    return {
+        "keys": read.float().mean().item(),
+        "mass": (mass * read).sum().item(),
+        "bins": _rounded(in_bins),
+    }
 
 
 def _bins(values: Tensor) -> Tensor:
-    """Splits ``values [M]`` into at most ``BINS`` groups of neighbours: ``[groups, size]``, padded with zeros."""
+    """Splits ``values [M]`` into at most ``BINS`` groups of neighbours: ``[groups, size]``, padded
+    with zeros.
+    """
     size = -(-len(values) // BINS)
     return F.pad(values, (0, -len(values) % size)).unflatten(0, (-1, size))
 

@@ -1,8 +1,8 @@
 """RULER: retrieval, tracking and counting in prompts of given lengths, answered by ``generate``.
 
-A score is the share of the expected texts in an answer, averaged over samples and then over tasks. All methods get the same
-prompts. Block selections read prompt and question sparsely and decode densely; routings read the prompt densely and decode
-sparsely.
+A score is the share of the expected texts in an answer, averaged over samples and then over tasks.
+All methods get the same prompts. Block selections read prompt and question sparsely and decode
+densely; routings read the prompt densely and decode sparsely.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -44,34 +44,59 @@ def _at_length(job: Job, hay: ruler.Haystack, length: int) -> list[EvalRow]:
     methods = job.methods.with_independent(settings.independent)
     samples = make_samples(cfg, loaded.tokenizer, hay, length)
     questions = [
-        Question(encode(loaded.tokenizer, sample, cfg.chat), ruler.TASKS[name].new_tokens, partial(is_complete, sample))
+        Question(
+            encode(loaded.tokenizer, sample, cfg.chat),
+            ruler.TASKS[name].new_tokens,
+            partial(is_complete, sample),
+        )
         for name, drawn in samples.items()
         for sample in drawn
     ]
 
-    def measure(case: MethodSetting, advance: Callable[[], None], dense: EvalRow | None) -> list[EvalRow]:
-        return [as_row(case, samples, answer(loaded, questions, case, advance, settings.batch_tokens), length, dense)]
+    def measure(
+        case: MethodSetting, advance: Callable[[], None], dense: EvalRow | None
+    ) -> list[EvalRow]:
+        return [
+            as_row(
+                case,
+                samples,
+                answer(loaded, questions, case, advance, settings.batch_tokens),
+                length,
+                dense,
+            )
+        ]
 
     plan = [
-        Measurement(("ruler", length, case.method, case.setting), partial(measure, case), len(questions))
+        Measurement(
+            ("ruler", length, case.method, case.setting), partial(measure, case), len(questions)
+        )
         for case in methods.cases(loaded.model, settings.sparsities, settings.probes, settings.keys)
     ]
     return job.rows(f"RULER, {length} tokens", plan)
 
 
 def read_haystack(cfg: EvalRunConfig) -> ruler.Haystack:
-    """Returns the text of ``eval.ruler.haystack``, or the held-out documents, and the files of questions."""
+    """Returns the text of ``eval.ruler.haystack``, or the held-out documents, and the files of
+    questions.
+    """
     settings = cfg.eval.ruler
     text = " ".join(each.text for each in haystack(cfg.data, settings.haystack))
-    files = {task: (f"eval.ruler.{name}", getattr(settings, name)) for task, name in QUESTION_FILES.items()}
-    questions = {task: QUESTION_READERS[task](*files[task]) for task in settings.asked() if task in files}
+    files = {
+        task: (f"eval.ruler.{name}", getattr(settings, name))
+        for task, name in QUESTION_FILES.items()
+    }
+    questions = {
+        task: QUESTION_READERS[task](*files[task]) for task in settings.asked() if task in files
+    }
     try:
         return replace(ruler.Haystack.from_text(text), questions=questions)
     except ValueError as error:
         raise UserError(f"eval.ruler.haystack: {error}") from error
 
 
-def make_samples(cfg: EvalRunConfig, tokenizer: Any, hay: ruler.Haystack, length: int) -> dict[str, list[ruler.Sample]]:
+def make_samples(
+    cfg: EvalRunConfig, tokenizer: Any, hay: ruler.Haystack, length: int
+) -> dict[str, list[ruler.Sample]]:
     found, sizing = {}, _room_and_count(cfg, tokenizer, length)
     for name in cfg.eval.ruler.asked():
         with _refused(length, name):
@@ -102,17 +127,25 @@ def _refused(length: int, task: str) -> Iterator[None]:
         raise UserError(f"eval.ruler.lengths={length}: {task}: {error}") from error
 
 
-def _room_and_count(cfg: EvalRunConfig, tokenizer: Any, length: int) -> tuple[int, Callable[[str], int]]:
-    """Returns ``length`` without the tokens of a chat template, and a function that counts the tokens of a text."""
+def _room_and_count(
+    cfg: EvalRunConfig, tokenizer: Any, length: int
+) -> tuple[int, Callable[[str], int]]:
+    """Returns ``length`` without the tokens of a chat template, and a function that counts the
+    tokens of a text.
+    """
     room = length - sum(map(len, around_prompt(tokenizer, cfg.chat)))
     return room, lambda text: len(encode_texts(tokenizer, [text])[0])
 
 
 def encode(tokenizer: Any, sample: ruler.Sample, chat: bool | None) -> Tensor:
-    """Returns the tokens ``[1, N]`` of a prompt and the begun answer, which is in the reply if there is a chat template."""
+    """Returns the tokens ``[1, N]`` of a prompt and the begun answer, which is in the reply if
+    there is a chat template.
+    """
     opening, reply = around_prompt(tokenizer, chat)
     if not reply:
-        return torch.tensor([[*opening, *encode_texts(tokenizer, [sample.prompt + sample.begun])[0]]])
+        return torch.tensor(
+            [[*opening, *encode_texts(tokenizer, [sample.prompt + sample.begun])[0]]]
+        )
     prompt, begun = encode_texts(tokenizer, [sample.prompt, sample.begun.lstrip()])
     return torch.tensor([[*opening, *prompt, *reply, *begun]])
 
@@ -123,11 +156,19 @@ def is_complete(sample: ruler.Sample, text: str) -> bool:
 
 
 def as_row(
-    case: MethodSetting, samples: dict[str, list[ruler.Sample]], answers: Answers, length: int, dense: EvalRow | None
+    case: MethodSetting,
+    samples: dict[str, list[ruler.Sample]],
+    answers: Answers,
+    length: int,
+    dense: EvalRow | None,
 ) -> EvalRow:
-    """Returns the row of a method; ``dense`` is that of dense attention, None for dense attention itself."""
+    """Returns the row of a method; ``dense`` is that of dense attention, None for dense attention
+    itself.
+    """
     texts = iter(answers.texts)
-    scores = {name: [sample.score(next(texts)) for sample in drawn] for name, drawn in samples.items()}
+    scores = {
+        name: [sample.score(next(texts)) for sample in drawn] for name, drawn in samples.items()
+    }
     by_task = {name: fmean(each) for name, each in scores.items()}
     score, interval = fmean(by_task.values()), within(stratified_interval(list(scores.values())))
     dense_score, dense_scores = (dense.score, dense.extra["scores"]) if dense else (score, scores)
@@ -136,7 +177,9 @@ def as_row(
         "length": length,
         "latency_of": "a prompt and its answer, in batches",
         **by_task,
-        "ratio_interval": [1 + bound / dense_score for bound in rise] if rise and dense_score else None,
+        "ratio_interval": [1 + bound / dense_score for bound in rise]
+        if rise and dense_score
+        else None,
         "scores": scores,
         "examples": examples(samples, answers.texts),
     }
@@ -169,7 +212,12 @@ TASK = Task(
     heading="RULER's average",
     unit="prompts per row",
     columns=TOKENS
-    | {"average": SHARE, "95 % interval": BOUNDS, "vs dense": RATIO, "vs dense, 95 %": ("ratio_interval", "{:.3f}")}
+    | {
+        "average": SHARE,
+        "95 % interval": BOUNDS,
+        "vs dense": RATIO,
+        "vs dense, 95 %": ("ratio_interval", "{:.3f}"),
+    }
     | {task: (task, "{:.1%}") for task in RULER_TASKS},
     text="haystack",
     files=tuple(QUESTION_FILES.values()),

@@ -1,8 +1,10 @@
-"""Requests that are served together: new tokens per second and time to the first token, dense and sparse.
+"""Requests that are served together: new tokens per second and time to the first token, dense and
+sparse.
 
-The engine is transformers' continuous batching: a paged cache, prompts in chunks beside the decoding of others, as in a server.
-All requests arrive at once, with random prompts that share no prefix, so the time to the first token includes the wait for
-other prompts. Dense attention is measured with the model's own implementation, and with msattn's kernels over pages.
+The engine is transformers' continuous batching: a paged cache, prompts in chunks beside the
+decoding of others, as in a server. All requests arrive at once, with random prompts that share no
+prefix, so the time to the first token includes the wait for other prompts. Dense attention is
+measured with the model's own implementation, and with msattn's kernels over pages.
 """
 
 import math
@@ -22,7 +24,14 @@ from msattn.trainer.evaluate.compared import Compared, MethodSetting
 from msattn.trainer.evaluate.job import Job
 from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.task import BATCH, LENGTH, RATE, SECONDS, SPEEDUPS, Task
-from msattn.trainer.evaluate.tasks.timing import ALWAYS_DENSE, TRANSFORMERS, cost, random_gate, random_router, speedups
+from msattn.trainer.evaluate.tasks.timing import (
+    ALWAYS_DENSE,
+    TRANSFORMERS,
+    cost,
+    random_gate,
+    random_router,
+    speedups,
+)
 from msattn.trainer.memory import release_memory
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import text_config
@@ -33,9 +42,11 @@ SAME_ENGINE = DENSE.of("same engine")
 
 @dataclass(frozen=True)
 class ThroughputRun:
-    """Requests that are served together: seconds of all, new tokens of each, peak MiB, statistics of the attached model.
+    """Requests that are served together: seconds of all, new tokens of each, peak MiB, statistics
+    of the attached model.
 
-    ``first_tokens`` are the seconds from the arrival of each request to its first token, in ascending order.
+    ``first_tokens`` are the seconds from the arrival of each request to its first token, in
+    ascending order.
     """
 
     seconds: float
@@ -54,7 +65,9 @@ class ThroughputRun:
 
 
 def run(job: Job) -> list[EvalRow]:
-    """Returns, for each prompt length and number of requests, a row for each kind of dense attention and one that is sparse."""
+    """Returns, for each prompt length and number of requests, a row for each kind of dense
+    attention and one that is sparse.
+    """
     settings, model = job.cfg.eval.throughput, job.loaded.model
     cases = _cases(model, job.cfg, job.methods)
     sizes = list(product(settings.lengths, settings.requests))
@@ -73,13 +86,26 @@ def run(job: Job) -> list[EvalRow]:
 
 
 def _cases(model: PreTrainedModel, cfg: EvalRunConfig, methods: Compared) -> list[MethodSetting]:
-    """Returns the methods to measure: dense attention, then the gate and the router together, or random ones."""
-    block = next((each for each in methods.block_selections if each.gate), None) or random_gate(cfg, model)
-    routing = next((each for each in methods.bucket_routings if each.router.artifact), None) or random_router(cfg, model)
+    """Returns the methods to measure: dense attention, then the gate and the router together, or
+    random ones.
+    """
+    block = next((each for each in methods.block_selections if each.gate), None) or random_gate(
+        cfg, model
+    )
+    routing = next(
+        (each for each in methods.bucket_routings if each.router.artifact), None
+    ) or random_router(cfg, model)
     sparsity = block.select.sparsity
     (described, select), *_ = block.settings([] if sparsity is None else [sparsity])
     ((read, setting), *_) = routing.own_settings()
-    attached = partial(attach, model, gate=block.gate, select=select, qmodel=routing.router, **routing.attach_options(setting))
+    attached = partial(
+        attach,
+        model,
+        gate=block.gate,
+        select=select,
+        qmodel=routing.router,
+        **routing.attach_options(setting),
+    )
     prompts, tokens = block.method, routing.method
     trained = prompts.is_trained and tokens.is_trained
     both = Method(f"{prompts} + {tokens}", f"{prompts.label} + {tokens.label}", trained=trained)
@@ -90,9 +116,13 @@ def _cases(model: PreTrainedModel, cfg: EvalRunConfig, methods: Compared) -> lis
     ]
 
 
-def random_prompts(model: PreTrainedModel, requests: int, length: int, seed: int) -> list[list[int]]:
+def random_prompts(
+    model: PreTrainedModel, requests: int, length: int, seed: int
+) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(text_config(model.config).vocab_size, (requests, length), generator=generator).tolist()
+    return torch.randint(
+        text_config(model.config).vocab_size, (requests, length), generator=generator
+    ).tolist()
 
 
 def measure(
@@ -101,7 +131,9 @@ def measure(
     prompts: list[list[int]],
     settings: ThroughputConfig,
 ) -> ThroughputRun:
-    """Serves greedy answers of ``settings.tokens`` tokens to ``prompts`` twice; the first time kernels compile."""
+    """Serves greedy answers of ``settings.tokens`` tokens to ``prompts`` twice; the first time
+    kernels compile.
+    """
     from transformers import GenerationConfig
     from transformers.generation.continuous_batching.utils import WorkloadHints
 
@@ -116,7 +148,10 @@ def measure(
             with nullcontext() if sparse is None else sparse.statistics.unchanged():
                 _answers(manager, prompts, settings.tokens)
             answers = _answers(manager, prompts, settings.tokens)
-    begin, end = min(each.created_time for each in answers), max(each.timestamps[-1] for each in answers)
+    begin, end = (
+        min(each.created_time for each in answers),
+        max(each.timestamps[-1] for each in answers),
+    )
     return ThroughputRun(
         seconds=end - begin,
         answers=[each.generated_tokens for each in answers],
@@ -127,7 +162,9 @@ def measure(
 
 
 def _engine_config(prompts: list[list[int]], settings: ThroughputConfig) -> Any:
-    """Returns the engine's configuration, whose cache has room for all requests unless the number of pages is given."""
+    """Returns the engine's configuration, whose cache has room for all requests unless the number
+    of pages is given.
+    """
     pages = -(-(len(prompts[0]) + settings.tokens) // settings.page_size) + 1  # per request
     return Sparse.batching_config(
         page_size=settings.page_size,
@@ -153,15 +190,35 @@ def _answers(manager: Any, prompts: list[list[int]], tokens: int) -> list[Any]:
     return [done[request] for request in asked]
 
 
-def as_row(case: MethodSetting, length: int, requests: int, done: ThroughputRun, dense: dict[str, float]) -> EvalRow:
-    """Returns the row of a run; ``dense`` holds the rates of dense attention with the same requests."""
-    read = {} if case.method.is_dense else {key: done.stats[key] for key in ("sparsity", "selectivity")}
+def as_row(
+    case: MethodSetting, length: int, requests: int, done: ThroughputRun, dense: dict[str, float]
+) -> EvalRow:
+    """Returns the row of a run; ``dense`` holds the rates of dense attention with the same
+    requests.
+    """
+    read = (
+        {}
+        if case.method.is_dense
+        else {key: done.stats[key] for key in ("sparsity", "selectivity")}
+    )
     half, most = done.first_token(0.5), done.first_token(0.99)
     first = {"first_token_p50_s": half, "first_token_p99_s": most}
-    extra = {"length": length, "batch": requests, **first, "seconds": done.seconds, **speedups(dense, done.rate)}
-    fields: dict[str, Any] = {"ratio_to_dense": done.rate / max(dense.values()), "latency_s": half, "extra": extra}
+    extra = {
+        "length": length,
+        "batch": requests,
+        **first,
+        "seconds": done.seconds,
+        **speedups(dense, done.rate),
+    }
+    fields: dict[str, Any] = {
+        "ratio_to_dense": done.rate / max(dense.values()),
+        "latency_s": half,
+        "extra": extra,
+    }
     fields |= {**read, "peak_memory_mb": done.peak_mb, "samples": requests}
-    return EvalRow("throughput", case.method, case.setting, done.rate, "new tokens a second", **fields)
+    return EvalRow(
+        "throughput", case.method, case.setting, done.rate, "new tokens a second", **fields
+    )
 
 
 TASK = Task(

@@ -1,4 +1,6 @@
-"""Seconds and memory of a block of code, and common parts of the tasks of speed: random keys and random weights."""
+"""Seconds and memory of a block of code, and common parts of the tasks of speed: random keys and
+random weights.
+"""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -29,7 +31,9 @@ CLEAR_REFS = Path("/proc/self/clear_refs")
 
 @dataclass
 class Cost:
-    """Wall-clock ``seconds``, and ``peak_mb``: peak MiB of CUDA allocations, or of the process's resident memory on a CPU."""
+    """Wall-clock ``seconds``, and ``peak_mb``: peak MiB of CUDA allocations, or of the process's
+    resident memory on a CPU.
+    """
 
     seconds: float = 0.0
     peak_mb: float = 0.0
@@ -37,7 +41,9 @@ class Cost:
 
 @contextmanager
 def cost(device: torch.device) -> Iterator[Cost]:
-    """Measures the body, including the device work that it launches and excluding work launched before."""
+    """Measures the body, including the device work that it launches and excluding work launched
+    before.
+    """
     measured = Cost()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -52,10 +58,14 @@ def cost(device: torch.device) -> Iterator[Cost]:
     measured.peak_mb = peak_memory(device) / 2**20
 
 
-def random_cache(model: PreTrainedModel, batch: int, length: int, *, new_tokens: int, seed: int) -> Cache:
-    """Returns a cache of ``length`` random keys and values of each sequence, with room for ``new_tokens`` more.
+def random_cache(
+    model: PreTrainedModel, batch: int, length: int, *, new_tokens: int, seed: int
+) -> Cache:
+    """Returns a cache of ``length`` random keys and values of each sequence, with room for
+    ``new_tokens`` more.
 
-    An attached model takes it over without copying it. It grows where some layers keep the model's own attention.
+    An attached model takes it over without copying it. It grows where some layers keep the model's
+    own attention.
     """
     config: Any = model.config
     if len(models.served_layers(config)) < models.num_layers(config):
@@ -78,13 +88,17 @@ def random_cache(model: PreTrainedModel, batch: int, length: int, *, new_tokens:
 
 
 def with_growing_layers(model: PreTrainedModel, cache: Cache) -> Cache:
-    """Returns ``cache`` with layers that append a token without copying the others, also where nothing is attached."""
+    """Returns ``cache`` with layers that append a token without copying the others, also where
+    nothing is attached.
+    """
     config = model.config
     install_layers(cache, None, num_layers=len(cache.layers), served=models.served_layers(config))
     return cache
 
 
-def random_dynamic_cache(model: PreTrainedModel, batch: int, length: int, *, seed: int) -> DynamicCache:
+def random_dynamic_cache(
+    model: PreTrainedModel, batch: int, length: int, *, seed: int
+) -> DynamicCache:
     """Returns transformers' default cache with ``length`` random keys and values of each sequence.
 
     Layers of linear attention begin with an empty state, whose size does not depend on the length.
@@ -95,17 +109,24 @@ def random_dynamic_cache(model: PreTrainedModel, batch: int, length: int, *, see
     for layer in [i for i, each in enumerate(cache.layers) if isinstance(each, CacheLayerMixin)]:
         own: Any = models.text_config(config).per_layer_config[layer]
         size = batch, models.num_kv_heads(own), length, models.head_dim(own)
-        k, v = (torch.randn(size, generator=generator, dtype=model.dtype, device=model.device) for _ in range(2))
+        k, v = (
+            torch.randn(size, generator=generator, dtype=model.dtype, device=model.device)
+            for _ in range(2)
+        )
         cache.update(k, v, layer)
     return cache
 
 
 def random_router(cfg: EvalRunConfig, model: PreTrainedModel) -> ComparedRouting:
-    """Returns classifiers with random weights over random centroids, which have the cost of trained ones."""
+    """Returns classifiers with random weights over random centroids, which have the cost of trained
+    ones.
+    """
     config, presets = model.config, cfg.model.presets
     layers, heads = models.served_layers(config), models.num_kv_heads(config)
     generator = torch.Generator().manual_seed(cfg.seed)
-    centroids = torch.randn(len(layers), heads, presets.num_buckets, models.head_dim(config), generator=generator)
+    centroids = torch.randn(
+        len(layers), heads, presets.num_buckets, models.head_dim(config), generator=generator
+    )
     partition = KMeans(F.normalize(centroids, dim=-1), layers)
     qmodel = QModel(partition, heads, presets.qmodel_hidden, seed=cfg.seed)
     router = qmodel.requires_grad_(False).eval().to(model.device)
@@ -118,7 +139,8 @@ def random_gate(cfg: EvalRunConfig, model: PreTrainedModel) -> ComparedSelection
     presets = cfg.model.presets
     sizes = cfg.select.sizes.arguments
     shape = GateConfig(**sizes, q_pool=presets.gate_q_pool, k_pool=presets.gate_k_pool)
-    policy = "topk" if cfg.select.policy == "calibrated" else cfg.select.policy  # random weights have no thresholds
+    # random weights have no thresholds
+    policy = "topk" if cfg.select.policy == "calibrated" else cfg.select.policy
     gate = Gate.build(model.config, shape).requires_grad_(False).to(model.device)
     method = gate.scorer(cfg.select.scores).method.of(RANDOM_WEIGHTS)
     return ComparedSelection(method, cfg.select.with_policy(policy), gate)

@@ -1,4 +1,6 @@
-"""The k-means partition of the keys, which routes queries by their products with the centroids (SAAP, arXiv 2502.08246)."""
+"""The k-means partition of the keys, which routes queries by their products with the centroids
+(SAAP, arXiv 2502.08246).
+"""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,9 @@ class KMeans(BucketRouter, artifacts.ArtifactModule):
 
     @classmethod
     def load(cls, path: str | Path) -> "KMeans":
-        """Loads a k-means artifact from a folder or a Hub id; UserError if it is missing, damaged or of another kind."""
+        """Loads a k-means artifact from a folder or a Hub id; UserError if it is missing, damaged
+        or of another kind.
+        """
         artifact = artifacts.read(path, kind="kmeans")
         details, centroids = router_details(artifact, "centroids")
         artifacts.check_tensors(artifact, {"centroids": centroids})
@@ -70,42 +74,68 @@ class KMeans(BucketRouter, artifacts.ArtifactModule):
         )
         number = num_layers(config)
         fits = len(layers) == len(centroids) == len({*layers} & {*range(number)})
-        require(fits, "qmodel.layers", layers, f"expected {len(centroids)} different layers from 0 to {number - 1}")
-        check_shape("qmodel", {"num_kv_heads": centroids.shape[1], "head_dim": centroids.shape[3]}, config)
+        require(
+            fits,
+            "qmodel.layers",
+            layers,
+            f"expected {len(centroids)} different layers from 0 to {number - 1}",
+        )
+        check_shape(
+            "qmodel", {"num_kv_heads": centroids.shape[1], "head_dim": centroids.shape[3]}, config
+        )
         super().check_model(config)
 
     def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
         """Returns the nearest centroid of each key."""
         keys = k if self.rope else k_nope
-        if keys.shape[2] <= FEW_KEYS:  # decoded tokens: the operator would split the centroids first, which takes longer
+        # decoded tokens: the operator would split the centroids first, which takes longer
+        if keys.shape[2] <= FEW_KEYS:
             return self._products(layer, keys).argmax(-1).to(torch.int32)
         return nearest_centroid(keys, self.centroids[layer_index(self.layers, layer)]).buckets
 
     def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
         """Returns the products of queries and centroids."""
-        queries = (q if self.rope else q_nope)[:, :, -1].unflatten(1, (self.kv_heads, -1))  # [B, Hkv, group, D]
+        # [B, Hkv, group, D]
+        queries = (q if self.rope else q_nope)[:, :, -1].unflatten(1, (self.kv_heads, -1))
         return self._products(layer, queries).flatten(1, 2)
 
     def _products(self, layer: int, vectors: Tensor) -> Tensor:
-        """Returns the products of ``vectors [B, Hkv, n, D]`` and the centroids of their head: fp32 ``[B, Hkv, n, C]``."""
+        """Returns the products of ``vectors [B, Hkv, n, D]`` and the centroids of their head: fp32
+        ``[B, Hkv, n, C]``.
+        """
         centroids = self.centroids[layer_index(self.layers, layer)]
-        by_head = vectors.transpose(0, 1).flatten(1, 2).to(centroids.dtype)  # broadcasting would copy the centroids B times
+        # broadcasting would copy the centroids B times
+        by_head = vectors.transpose(0, 1).flatten(1, 2).to(centroids.dtype)
         return (by_head @ centroids.mT).unflatten(1, (len(vectors), -1)).transpose(0, 1)
 
 
-def router_details(artifact: artifacts.Artifact, name: str) -> tuple[RouterDetails, tuple[int, ...]]:
-    """Returns the checked details of a router's artifact, and the shape of its centroids, the tensor ``name``.
+def router_details(
+    artifact: artifacts.Artifact, name: str
+) -> tuple[RouterDetails, tuple[int, ...]]:
+    """Returns the checked details of a router's artifact, and the shape of its centroids, the
+    tensor ``name``.
 
-    Raises UserError for an entry with a wrong type, or one that contradicts the model that the artifact was made for.
+    Raises UserError for an entry with a wrong type, or one that contradicts the model that the
+    artifact was made for.
     """
     where = f"artifact {artifact.path}"
     details = checked(artifact.manifest["details"], RouterDetails, f"{where}: details")
     model, centroids = artifact.manifest["model"], artifact.tensors.get(name)
     if details.layers[-1] >= model["num_layers"]:
-        raise UserError(f"{where}: details.layers={details.layers}: the model has {model['num_layers']} layers")
+        raise UserError(
+            f"{where}: details.layers={details.layers}: the model has {model['num_layers']} layers"
+        )
     if centroids is None or centroids.ndim != 4 or not centroids.shape[2]:
-        raise UserError(f"{where}: expected a tensor {name} [layers, key/value heads, buckets, head size]")
+        raise UserError(
+            f"{where}: expected a tensor {name} [layers, key/value heads, buckets, head size]"
+        )
     buckets = centroids.shape[2]
-    if details.serving.probes > buckets or max(details.serving.dense_layers, default=0) >= model["num_layers"]:
-        raise UserError(f"{where}: details.serving asks for more than {buckets} buckets or {model['num_layers']} layers")
+    if (
+        details.serving.probes > buckets
+        or max(details.serving.dense_layers, default=0) >= model["num_layers"]
+    ):
+        raise UserError(
+            f"{where}: details.serving asks for more than {buckets} buckets or "
+            f"{model['num_layers']} layers"
+        )
     return details, (len(details.layers), model["num_kv_heads"], buckets, model["head_dim"])

@@ -1,9 +1,11 @@
-"""Training batches that are drawn during training: one prompt per batch, new queries each time (SAAP, appendix A).
+"""Training batches that are drawn during training: one prompt per batch, new queries each time
+(SAAP, appendix A).
 
-A round runs the frozen model over a few prompts, the next ones in rotation, and draws some batches of long-range queries from
-each. Each batch is then used once, in random order. Only the batches are kept: the targets of a layer are computed while the
-model runs, so that memory does not depend on the prompt length. A round depends only on the seed and its number, so a resumed
-run repeats the round in which it stopped.
+A round runs the frozen model over a few prompts, the next ones in rotation, and draws some batches
+of long-range queries from each. Each batch is then used once, in random order. Only the batches are
+kept: the targets of a layer are computed while the model runs, so that memory does not depend on
+the prompt length. A round depends only on the seed and its number, so a resumed run repeats the
+round in which it stopped.
 """
 
 from collections.abc import Iterator
@@ -18,7 +20,12 @@ from msattn.trainer.config import TrainQModelConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import hash32
 from msattn.trainer.methods.classifier.kmeans import KMeans
-from msattn.trainer.methods.classifier.targets import CANDIDATES, TrainingBatches, key_buckets, layer_targets
+from msattn.trainer.methods.classifier.targets import (
+    CANDIDATES,
+    TrainingBatches,
+    key_buckets,
+    layer_targets,
+)
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.tap import visit_layers
 from msattn.trainer.progress import activity
@@ -28,7 +35,9 @@ if TYPE_CHECKING:
 
 
 def numbered(numbers: list[int]) -> dict[str, list[int]]:
-    """Returns the batch of a forward pass; as plain integers, which are read without synchronizing with the device."""
+    """Returns the batch of a forward pass; as plain integers, which are read without synchronizing
+    with the device.
+    """
     return {"batches": numbers}
 
 
@@ -40,28 +49,37 @@ class OnlineTargets:
     chunks: data.Chunks  # prompts, visited in rotation
     partition: KMeans
     cfg: TrainQModelConfig
-    memory_keys: ClassVar = "steps_per_prompt", "prompts_at_once"  # of qmodel, to lower if a layer does not fit into memory
+    # of qmodel, to lower if a layer does not fit into memory
+    memory_keys: ClassVar = "steps_per_prompt", "prompts_at_once"
 
     def load_model(self) -> "PreTrainedModel":
         """Returns the model, which computes the targets."""
         return self.model
 
     def batches(self, layers: list[int], num_heads: int) -> TrainingBatches:
-        """Returns the batches that train ``num_heads`` classifiers of each of ``layers`` together, in the order of rounds."""
+        """Returns the batches that train ``num_heads`` classifiers of each of ``layers`` together,
+        in the order of rounds.
+        """
         numbers = range(self.cfg.train.steps * self.cfg.train.batch_size)
-        return TrainingBatches(OnlineBatches(self, layers, num_heads), numbers, numbered, shuffle=False)
+        return TrainingBatches(
+            OnlineBatches(self, layers, num_heads), numbers, numbered, shuffle=False
+        )
 
     @property
     def batches_per_round(self) -> int:
         return self.cfg.qmodel.prompts_at_once * self.cfg.qmodel.steps_per_prompt
 
     def max_layer_bytes(self, num_heads: int) -> int:
-        """Returns the memory that the batches of one layer and round take, in bytes, for ``num_heads`` classifiers."""
+        """Returns the memory that the batches of one layer and round take, in bytes, for
+        ``num_heads`` classifiers.
+        """
         row_bytes = 2 * (self.partition.centroids.shape[3] + self.partition.num_buckets)  # fp16
         return self.batches_per_round * num_heads * self.cfg.qmodel.batch_queries * row_bytes
 
     def pass_bytes(self) -> int:
-        """Returns the memory that a pass of the model over one prompt takes, in bytes; the MLP takes the most."""
+        """Returns the memory that a pass of the model over one prompt takes, in bytes; the MLP
+        takes the most.
+        """
         config = models.text_config(self.model.config)
         inner = getattr(config, "intermediate_size", None) or config.moe_intermediate_size
         width = 4 * config.hidden_size + 3 * inner
@@ -69,7 +87,9 @@ class OnlineTargets:
 
 
 class OnlineBatches:
-    """Batches of ``layers`` by their number, for ``num_heads`` classifiers of a layer; holds those of one round."""
+    """Batches of ``layers`` by their number, for ``num_heads`` classifiers of a layer; holds those
+    of one round.
+    """
 
     def __init__(self, source: OnlineTargets, layers: list[int], num_heads: int) -> None:
         self.source, self.layers, self.num_heads = source, layers, num_heads
@@ -108,13 +128,17 @@ class OnlineBatches:
         group = models.num_heads(source.model.config) // self.num_heads
         candidates = CANDIDATES * -(-cfg.batch_queries // group)  # candidates per query head
         drawn = random_positions(len(input_ids), candidates, self._generator(visit))
-        positions = [next(drawn).sort().values.to(device, torch.int32) for _ in range(cfg.steps_per_prompt)]
+        positions = [
+            next(drawn).sort().values.to(device, torch.int32) for _ in range(cfg.steps_per_prompt)
+        ]
 
         def record(x: LayerInputs) -> None:
             index, buckets = self.layers.index(x.layer), key_buckets(x, source.partition)
             generator = self._generator(visit, x.layer)
             for slot, chosen in enumerate(positions, first_slot):
-                found = layer_targets(x, source.partition, buckets, cfg, chosen, generator, cfg.batch_queries)
+                found = layer_targets(
+                    x, source.partition, buckets, cfg, chosen, generator, cfg.batch_queries
+                )
                 rows = self._rows(found["counts"])
                 self.queries[index, slot] = found["queries"][rows]
                 self.targets[index, slot] = found["targets"][rows]
@@ -123,15 +147,20 @@ class OnlineBatches:
             visit_layers(source.model, record, [{"input_ids": input_ids}], self.layers)
 
     def _rows(self, counts: Tensor) -> Tensor:
-        """Returns the rows of each classifier's batch, int64 ``[H, n]``, of ``counts [Hq]`` rows of query heads.
+        """Returns the rows of each classifier's batch, int64 ``[H, n]``, of ``counts [Hq]`` rows of
+        query heads.
 
-        They are evenly spaced; as the rows of a query head are in random order, each is as likely as any other. A classifier
-        with fewer rows than a batch takes some of them several times. Raises UserError: a classifier has no row.
+        They are evenly spaced; as the rows of a query head are in random order, each is as likely
+        as any other. A classifier with fewer rows than a batch takes some of them several times.
+        Raises UserError: a classifier has no row.
         """
         cfg = self.source.cfg.qmodel
         count = counts.unflatten(0, (self.num_heads, -1)).sum(1)
         if not count.all():
-            accepted = f"some head has no query with keys that far away in a prompt of {self.source.cfg.data.seq_len} tokens"
+            accepted = (
+                f"some head has no query with keys that far away in a prompt of "
+                f"{self.source.cfg.data.seq_len} tokens"
+            )
             raise UserError(f"qmodel.min_distance={cfg.min_distance}: {accepted}; lower it")
         start = count.cumsum(0) - count
         sample = torch.arange(cfg.batch_queries, device=counts.device)
@@ -146,7 +175,9 @@ class OnlineBatches:
 
 
 def random_positions(length: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yields sets of ``size`` (at most ``length``) positions below ``length`` without end, disjoint as long as possible."""
+    """Yields sets of ``size`` (at most ``length``) positions below ``length`` without end, disjoint
+    as long as possible.
+    """
     size = min(size, length)
     while True:
         yield from torch.randperm(length, generator=generator)[: length // size * size].split(size)

@@ -1,8 +1,9 @@
-"""Query classifiers, which predict the buckets that a query attends to (SAAP, arXiv 2502.08246, section 4 and appendix A).
+"""Query classifiers, which predict the buckets that a query attends to (SAAP, arXiv 2502.08246,
+section 4 and appendix A).
 
-A classifier is a small MLP ``D -> hidden -> C`` with batch norm and ReLU, one for each layer and key/value head (or query
-head). It maps a query before RoPE to a distribution over the buckets of ``KMeans``. All heads
-are computed in batched products.
+A classifier is a small MLP ``D -> hidden -> C`` with batch norm and ReLU, one for each layer and
+key/value head (or query head). It maps a query before RoPE to a distribution over the buckets of
+``KMeans``. All heads are computed in batched products.
 """
 
 import re
@@ -35,29 +36,44 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
     Parameters
     ----------
     partition : assigns keys to buckets; a part of the artifact.
-    num_heads : classifiers of each layer: the number of key/value heads (one for a query group) or of query heads.
-    hidden : width of the hidden layer.
-    residual : adds the products of query and centroids to the logits, so that the network learns a correction to k-means
-        routing. Figure 7 of the paper mentions a residual form of the same capacity without a formula; this form has the same
-        weights.
+    num_heads : classifiers of each layer: the number of key/value heads (one for a query group) or
+    of query heads. hidden : width of the hidden layer.
+    residual : adds the products of query and centroids to the logits, so that the network learns a
+    correction to k-means
+        routing. Figure 7 of the paper mentions a residual form of the same capacity without a
+        formula; this form has the same weights.
     seed : the initial weights of a layer depend on (seed, layer) alone.
 
     Attributes
     ----------
-    thresholds : of :func:`msattn.trainer.methods.key_thresholds.calibrate_keys`; None before training.
+    thresholds : of :func:`msattn.trainer.methods.key_thresholds.calibrate_keys`; None before
+    training.
     """
 
     mean: Tensor
     variance: Tensor
 
-    method = Method("classifier", trained=True, style={"color": "#D55E00", "marker": "o"}, other_color="#F0A07C")
+    method = Method(
+        "classifier", trained=True, style={"color": "#D55E00", "marker": "o"}, other_color="#F0A07C"
+    )
     predicts_attention = True
 
-    def __init__(self, partition: KMeans, num_heads: int, hidden: int, *, residual: bool = False, seed: int = 0) -> None:
+    def __init__(
+        self,
+        partition: KMeans,
+        num_heads: int,
+        hidden: int,
+        *,
+        residual: bool = False,
+        seed: int = 0,
+    ) -> None:
         super().__init__()
         num_layers, kv_heads, num_buckets, head_dim = partition.centroids.shape
         if num_heads % kv_heads:
-            raise ValueError(f"num_heads={num_heads}: expected a multiple of the partition's {kv_heads} key/value heads")
+            raise ValueError(
+                f"num_heads={num_heads}: expected a multiple of the partition's {kv_heads} "
+                f"key/value heads"
+            )
         self.partition = partition
         self.residual, self.rope = residual, partition.rope
         self.layers, self.num_buckets, self.kv_heads = partition.layers, num_buckets, kv_heads
@@ -65,7 +81,8 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
         self.weight_in = nn.Parameter(torch.empty(*heads, head_dim, hidden))  # [layers, H, D, F]
         self.gain = nn.Parameter(torch.ones(*heads, 1, hidden))
         self.shift = nn.Parameter(torch.zeros(*heads, 1, hidden))
-        self.weight_out = nn.Parameter(torch.empty(*heads, hidden, num_buckets))  # [layers, H, F, C]
+        # [layers, H, F, C]
+        self.weight_out = nn.Parameter(torch.empty(*heads, hidden, num_buckets))
         self.bias_out = nn.Parameter(torch.zeros(*heads, 1, num_buckets))
         self.register_buffer("mean", torch.zeros(*heads, 1, hidden))
         self.register_buffer("variance", torch.ones(*heads, 1, hidden))
@@ -78,24 +95,35 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
 
     @classmethod
     def load(cls, path: str | Path) -> "QModel":
-        """Loads a qmodel artifact, frozen and in evaluation mode; UserError if it is missing, damaged or of another kind."""
+        """Loads a qmodel artifact, frozen and in evaluation mode; UserError if it is missing,
+        damaged or of another kind.
+        """
         artifact = artifacts.read(path, kind="qmodel")
         details, centroids = router_details(artifact, "partition.centroids")
         tensors, weight_out = artifact.tensors, artifact.tensors.get("weight_out")
-        accepted = [artifact.manifest["model"][name] for name in ("num_heads", "num_kv_heads")]  # classifiers of a layer
+        # classifiers of a layer
+        accepted = [artifact.manifest["model"][name] for name in ("num_heads", "num_kv_heads")]
         if weight_out is None or weight_out.ndim != 4 or weight_out.shape[1] not in accepted:
-            raise UserError(f"artifact {path}: expected a tensor weight_out [layers, heads, hidden, buckets]")
+            raise UserError(
+                f"artifact {path}: expected a tensor weight_out [layers, heads, hidden, buckets]"
+            )
         with torch.device("meta"):
             partition = KMeans(torch.empty(centroids), details.layers, details.rope)
             qmodel = cls(partition, *weight_out.shape[1:3], residual=details.residual)
-        artifacts.check_tensors(artifact, {name: tensor.shape for name, tensor in qmodel.state_dict().items()})
+        artifacts.check_tensors(
+            artifact, {name: tensor.shape for name, tensor in qmodel.state_dict().items()}
+        )
         qmodel.load_state_dict(tensors, assign=True)
         qmodel.artifact, qmodel.thresholds = artifact, details.thresholds
-        qmodel.routing_warning = routing_warning(artifact.manifest["metrics"], details.serving.probes)
+        qmodel.routing_warning = routing_warning(
+            artifact.manifest["metrics"], details.serving.probes
+        )
         return qmodel.requires_grad_(False).eval()
 
     def shard(self, part: HeadShard) -> "QModel":
-        """Returns the classifiers and the partition of a part of the heads, for tensor parallelism."""
+        """Returns the classifiers and the partition of a part of the heads, for tensor
+        parallelism.
+        """
         heads, hidden = self.weight_in.shape[1] // part.ranks, self.weight_in.shape[3]
         own = QModel(self.partition.shard(part), heads, hidden, residual=self.residual)
         own.load_state_dict({name: part.of(x, 1) for name, x in self.state_dict().items()})
@@ -114,7 +142,9 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
         super().check_model(config)
 
     def forward(self, queries: Tensor) -> Tensor:
-        """Returns the logits ``[layers, H, n, C]`` for queries ``[layers, H, n, D]``; batch norm is over n."""
+        """Returns the logits ``[layers, H, n, C]`` for queries ``[layers, H, n, D]``; batch norm is
+        over n.
+        """
         hidden = queries @ self.weight_in
         mean, variance = self.mean, self.variance
         if self.training:
@@ -122,7 +152,8 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
             variance, mean = torch.var_mean(hidden.float(), dim=2, correction=0, keepdim=True)
             with torch.no_grad():
                 self.mean.lerp_(mean, BATCH_NORM_MOMENTUM)
-                self.variance.lerp_(variance * (rows / max(rows - 1, 1)), BATCH_NORM_MOMENTUM)  # unbiased, as in BatchNorm1d
+                # unbiased, as in BatchNorm1d
+                self.variance.lerp_(variance * (rows / max(rows - 1, 1)), BATCH_NORM_MOMENTUM)
         factor = self.gain * torch.rsqrt(variance + BATCH_NORM_EPS)
         normed = torch.addcmul(self.shift - mean * factor, hidden, factor)
         logits = normed.relu() @ self.weight_out + self.bias_out
@@ -130,7 +161,9 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
 
     def head_centroids(self) -> Tensor:
         """Returns the centroids of each classifier's buckets: ``[layers, H, C, D]``."""
-        return self.partition.centroids.repeat_interleave(self.weight_in.shape[1] // self.kv_heads, dim=1)
+        return self.partition.centroids.repeat_interleave(
+            self.weight_in.shape[1] // self.kv_heads, dim=1
+        )
 
     def train(self, mode: bool = True) -> "QModel":
         """Sets the mode and drops the folded weights, which training would make stale."""
@@ -144,25 +177,44 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
     def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
         """Returns the probabilities of the buckets."""
         queries = (q if self.rope else q_nope)[:, :, -1]
-        weight_in, bias_in, weight_out, bias_out = self._folded_weights(layer_index(self.layers, layer), queries.dtype)
+        weight_in, bias_in, weight_out, bias_out = self._folded_weights(
+            layer_index(self.layers, layer), queries.dtype
+        )
         heads, batch = len(weight_in), len(queries)
-        rows = queries.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2)  # [H, B * queries per classifier, D]
+        # [H, B * queries per classifier, D]
+        rows = queries.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2)
         logits = torch.baddbmm(bias_out, torch.baddbmm(bias_in, rows, weight_in).relu(), weight_out)
-        probs = logits.float().softmax(-1).unflatten(1, (batch, -1)).transpose(0, 1)  # [B, H, queries per classifier, C]
+        # [B, H, queries per classifier, C]
+        probs = logits.float().softmax(-1).unflatten(1, (batch, -1)).transpose(0, 1)
         return probs.flatten(1, 2)
 
-    def visit(self, x: LayerInputs, budget: Budget, sizes: Sizes, *, window: int | Tensor = 0, by_head: bool = False) -> Tensor:
+    def visit(
+        self,
+        x: LayerInputs,
+        budget: Budget,
+        sizes: Sizes,
+        *,
+        window: int | Tensor = 0,
+        by_head: bool = False,
+    ) -> Tensor:
         if by_head or isinstance(budget, Probability):
             return super().visit(x, budget, sizes, window=window, by_head=by_head)
         queries = (x.q if self.rope else x.q_nope)[:, :, -1:]
         weights = self._folded_weights(layer_index(self.layers, x.layer), queries.dtype)
-        density: dict[str, Any] = {"sizes": sizes(), "threshold": budget.density} if isinstance(budget, KeyShare) else {}
-        return probe_buckets(queries, *weights, kv_heads=self.kv_heads, probes=budget.most, **density)
+        density: dict[str, Any] = (
+            {"sizes": sizes(), "threshold": budget.density} if isinstance(budget, KeyShare) else {}
+        )
+        return probe_buckets(
+            queries, *weights, kv_heads=self.kv_heads, probes=budget.most, **density
+        )
 
-    def _folded_weights(self, index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _folded_weights(
+        self, index: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns one layer's weights in ``dtype``, with batch norm folded into the first product.
 
-        A residual classifier gets 2 D more hidden units, relu(q) and relu(-q); their difference, q, multiplies the centroids.
+        A residual classifier gets 2 D more hidden units, relu(q) and relu(-q); their difference, q,
+        multiplies the centroids.
         """
         if (index, dtype) not in self._folded:
             factor = self.gain[index] * torch.rsqrt(self.variance[index] + BATCH_NORM_EPS)
@@ -170,7 +222,9 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
             weight_in, weight_out = self.weight_in[index] * factor, self.weight_out[index]
             if self.residual:
                 centroids = self.head_centroids()[index]
-                identity = torch.eye(centroids.shape[2], dtype=weight_in.dtype, device=weight_in.device)
+                identity = torch.eye(
+                    centroids.shape[2], dtype=weight_in.dtype, device=weight_in.device
+                )
                 identity = identity.expand(len(centroids), -1, -1)
                 weight_in = torch.cat([weight_in, identity, -identity], dim=2)
                 weight_out = torch.cat([weight_out, centroids.mT, -centroids.mT], dim=1)
@@ -180,23 +234,33 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
         return self._folded[index, dtype]
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        """Drops the folded weights, which are on the old device, and applies ``fn`` to the others (``Module.to``)."""
+        """Drops the folded weights, which are on the old device, and applies ``fn`` to the others
+        (``Module.to``).
+        """
         self._folded.clear()
         return super()._apply(fn, recurse)
 
 
 def routing_warning(metrics: Mapping[str, Any], probes: int | None) -> str | None:
-    """Returns a warning if classifiers find less held-out attention mass than their k-means alone, else None.
+    """Returns a warning if classifiers find less held-out attention mass than their k-means alone,
+    else None.
 
-    The training ``metrics`` have ``recall_qmodel@L`` and ``recall_kmeans@L`` for some numbers L of buckets. The largest L up to
-    ``probes``, the number read in serving, decides; with None the largest L of all.
+    The training ``metrics`` have ``recall_qmodel@L`` and ``recall_kmeans@L`` for some numbers L of
+    buckets. The largest L up to ``probes``, the number read in serving, decides; with None the
+    largest L of all.
     """
-    measured = sorted(int(name[14:]) for name in metrics if re.fullmatch(r"recall_qmodel@[0-9]{1,6}", name))
-    count = max((each for each in measured if each <= (probes or each)), default=min(measured, default=None))
+    measured = sorted(
+        int(name[14:]) for name in metrics if re.fullmatch(r"recall_qmodel@[0-9]{1,6}", name)
+    )
+    count = max(
+        (each for each in measured if each <= (probes or each)), default=min(measured, default=None)
+    )
     own, kmeans = metrics.get(f"recall_qmodel@{count}"), metrics.get(f"recall_kmeans@{count}")
     if not isinstance(own, int | float) or not isinstance(kmeans, int | float) or own >= kmeans:
         return None
     return (
-        f"the classifiers route worse than their k-means alone: {own:.1%} of the held-out attention mass in {count} buckets, "
-        f"k-means {kmeans:.1%}; train them longer (train.steps) or on more prompts, or route with the kmeans artifact"
+        f"the classifiers route worse than their k-means alone: {own:.1%} of the held-out "
+        f"attention mass in {count} buckets, "
+        f"k-means {kmeans:.1%}; train them longer (train.steps) or on more prompts, or route with "
+        f"the kmeans artifact"
     )

@@ -1,10 +1,12 @@
-"""``msattn train-qmodel``: distils the frozen model's attention over buckets (SAAP, arXiv 2502.08246, section 4).
+"""``msattn train-qmodel``: distils the frozen model's attention over buckets (SAAP, arXiv
+2502.08246, section 4).
 
-Queries and targets are cached first (:mod:`msattn.trainer.methods.classifier.targets`), or drawn while the classifiers train
-(``online``). Groups of layers train together, as many at once as fit in device memory, so that a step's
-launch overhead on the host, or a pass of the model, serves many heads. The ranks of ``torchrun`` divide the cached prompts,
-then the layers. A layer's weights and batches depend only on the seed and the layer, and layers are independent
-of each other, so the result is the same for every grouping and number of ranks.
+Queries and targets are cached first (:mod:`msattn.trainer.methods.classifier.targets`), or drawn
+while the classifiers train (``online``). Groups of layers train together, as many at once as fit in
+device memory, so that a step's launch overhead on the host, or a pass of the model, serves many
+heads. The ranks of ``torchrun`` divide the cached prompts, then the layers. A layer's weights and
+batches depend only on the seed and the layer, and layers are independent of each other, so the
+result is the same for every grouping and number of ranks.
 """
 
 import os
@@ -41,19 +43,32 @@ from msattn.trainer.training.tracker import Tracker
 
 HELDOUT_PROMPTS = 4
 MEMORY_SHARE = 0.8  # share of the free device memory that training may fill
-STATE_BYTES = 18  # per weight: itself, its gradient and Adam's two moments in fp32, and a bf16 copy for the product
-ACTIVATION_BYTES = 32  # per element of the hidden layer and the logits: tensors saved for backward, and gradients
+# per weight: itself, its gradient and Adam's two moments in fp32, and a bf16 copy for the product
+STATE_BYTES = 18
+# per element of the hidden layer and the logits: tensors saved for backward, and gradients
+ACTIVATION_BYTES = 32
 NOT_CACHED = {  # settings without effect on the cached targets
-    *("source", "hidden", "heads", "steps_per_prompt", "prompts_at_once", "batch_queries", "residual", "layers_at_once"),
+    *(
+        "source",
+        "hidden",
+        "heads",
+        "steps_per_prompt",
+        "prompts_at_once",
+        "batch_queries",
+        "residual",
+        "layers_at_once",
+    ),
 }
 
 
 def train_qmodel(cfg: TrainQModelConfig) -> Path:
-    """Runs the job of ``msattn train-qmodel``: trains classifiers for a k-means partition and writes the artifact.
+    """Runs the job of ``msattn train-qmodel``: trains classifiers for a k-means partition and
+    writes the artifact.
 
-    The partition is ``artifacts.kmeans``, or by default that of the same model and name. Returns the artifact's folder,
-    ``outputs/<model.name>/<name>/qmodel``. Raises UserError if there is no such k-means or it was made for another model (the
-    message names the field), the artifact exists, or the settings do not fit each other or the machine.
+    The partition is ``artifacts.kmeans``, or by default that of the same model and name. Returns
+    the artifact's folder, ``outputs/<model.name>/<name>/qmodel``. Raises UserError if there is no
+    such k-means or it was made for another model (the message names the field), the artifact
+    exists, or the settings do not fit each other or the machine.
     """
     folder = cfg.folder / "qmodel"
     artifacts.check_writable(folder, cfg.overwrite)
@@ -64,18 +79,27 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
     artifacts.check_model(partition.artifact.manifest, described.fingerprint, strict=False)
     models.check_length(described.config, cfg.data.seq_len)
     text, heldout_text = data.training_chunks(
-        cfg.data, described.tokenizer, seed=cfg.seed, num_chunks=cfg.qmodel.num_prompts, num_heldout=HELDOUT_PROMPTS
+        cfg.data,
+        described.tokenizer,
+        seed=cfg.seed,
+        num_chunks=cfg.qmodel.num_prompts,
+        num_heldout=HELDOUT_PROMPTS,
     )
     loaded = described.load()
     artifacts.check_model(partition.artifact.manifest, loaded.fingerprint)
     ranks = distributed.init_process_state(device)
     job = _Job(cfg, loaded, partition, text, heldout_text, ranks)
     for cache in job.caches:
-        cache.compute_missing(loaded.model, ranks, partial(job.print_estimate, ranks) if cache is job.train else None)
+        cache.compute_missing(
+            loaded.model, ranks, partial(job.print_estimate, ranks) if cache is job.train else None
+        )
         cache.check()
     near = 1 - job.caches[0].long_range_share()
     if near >= 0.0005 and ranks.is_main_process:  # it is printed as 0.1 % or more
-        print(f"{near:.1%} of the cached queries are not long-range; they come from heads with few long-range queries")
+        print(
+            f"{near:.1%} of the cached queries are not long-range; they come from heads with few "
+            f"long-range queries"
+        )
     fingerprint = loaded.fingerprint
     del loaded
     release_memory()
@@ -91,7 +115,10 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
 def _load_partition(cfg: TrainQModelConfig) -> KMeans:
     source = cfg.artifacts.kmeans or cfg.folder / "kmeans"
     if cfg.artifacts.kmeans is None and not os.path.exists(source):
-        hint = f"msattn fit-kmeans {cfg.arguments(cfg.name)} creates it, artifacts.kmeans names another"
+        hint = (
+            f"msattn fit-kmeans {cfg.arguments(cfg.name)} creates it, artifacts.kmeans names "
+            f"another"
+        )
         raise UserError(f"artifacts.kmeans=null: there is no k-means in {source}; {hint}")
     return KMeans.load(source)
 
@@ -99,7 +126,8 @@ def _load_partition(cfg: TrainQModelConfig) -> KMeans:
 class _Job:
     """The training of the classifiers of a partition.
 
-    Opens the parts of earlier runs; those that were made with other settings are removed, unless the run resumes.
+    Opens the parts of earlier runs; those that were made with other settings are removed, unless
+    the run resumes.
     """
 
     def __init__(
@@ -115,7 +143,9 @@ class _Job:
         self.cfg, self.partition = cfg, partition
         self.work = cfg.folder / "runs" / "qmodel"  # of caches, checkpoints and metrics
         of_targets = {
-            "qmodel": {key: value for key, value in asdict(cfg.qmodel).items() if key not in NOT_CACHED},
+            "qmodel": {
+                key: value for key, value in asdict(cfg.qmodel).items() if key not in NOT_CACHED
+            },
             "data": [text.fingerprint, heldout_text.fingerprint],
             "model": loaded.fingerprint,
             "dtype": str(loaded.model.dtype),
@@ -129,19 +159,28 @@ class _Job:
         with ranks.main_process_first():
             cached = FinishedParts(self.work / "cache", of_targets, resume=cfg.resume)
             # The layers that are finished; the note of each has its metrics and seconds.
-            self.trained = FinishedParts(self.work / "layers", of_targets | of_training, resume=cfg.resume)
-            for leftover in self.work.glob("layers_*") if ranks.is_main_process and not cfg.resume else ():
+            self.trained = FinishedParts(
+                self.work / "layers", of_targets | of_training, resume=cfg.resume
+            )
+            for leftover in (
+                self.work.glob("layers_*") if ranks.is_main_process and not cfg.resume else ()
+            ):
                 shutil.rmtree(leftover)
         self.train: TargetCache | OnlineTargets = TargetCache(cached, "train", text, partition, cfg)
         if cfg.qmodel.source == "online":
             self.train = OnlineTargets(loaded.model, text, partition, cfg)
         self.heldout = TargetCache(cached, "heldout", heldout_text, partition, cfg)
         config = loaded.model.config
-        self.heads = models.num_kv_heads(config) if cfg.qmodel.heads == "kv" else models.num_heads(config)  # of a layer
+        # of a layer
+        self.heads = (
+            models.num_kv_heads(config) if cfg.qmodel.heads == "kv" else models.num_heads(config)
+        )
 
     @property
     def caches(self) -> list[TargetCache]:
-        """The targets that are cached: those of training, unless they are drawn online, before the held-out ones."""
+        """The targets that are cached: those of training, unless they are drawn online, before the
+        held-out ones.
+        """
         return [each for each in (self.train, self.heldout) if isinstance(each, TargetCache)]
 
     @property
@@ -156,10 +195,16 @@ class _Job:
         """Prints the time of the whole job on a CPU, given that of the first cached prompt."""
         if self.device.type == "cpu" and ranks.is_main_process:
             prompts = 1 + sum(len(each.missing) for each in self.caches)
-            passes, steps = prompts / ranks.num_processes + KEY_CALIBRATION_CHUNKS, self.cfg.train.steps
+            passes, steps = (
+                prompts / ranks.num_processes + KEY_CALIBRATION_CHUNKS,
+                self.cfg.train.steps,
+            )
             layers = -(-len(self.partition.layers) // ranks.num_processes)
             training = layers * steps * self.cfg.train.batch_size * self.seconds_per_batch()
-            named = f"{prompts} prompts and calibration", f"{steps} steps of {len(self.partition.layers)} layers"
+            named = (
+                f"{prompts} prompts and calibration",
+                f"{steps} steps of {len(self.partition.layers)} layers",
+            )
             estimate("train-qmodel", dict(zip(named, (passes * seconds, training), strict=True)))
 
     def seconds_per_batch(self) -> float:
@@ -175,32 +220,52 @@ class _Job:
         optimizer = torch.optim.Adam(qmodel.parameters(), fused=True)
         for _ in range(2):  # the first allocates
             began = time.perf_counter()
-            Distiller(qmodel, lambda batches: (queries, targets, torch.zeros(rows)))(None)["loss"].backward()
+            Distiller(qmodel, lambda batches: (queries, targets, torch.zeros(rows)))(None)[
+                "loss"
+            ].backward()
             optimizer.step()
         return time.perf_counter() - began
 
     def train_missing_layers(self, ranks: PartialState) -> None:
-        """Trains this rank's share of the unfinished layers, group by group, and waits for the other ranks."""
+        """Trains this rank's share of the unfinished layers, group by group, and waits for the
+        other ranks.
+        """
         shares = np.array_split(np.array(self.partition.layers), ranks.num_processes)
-        missing = [layer for layer in shares[ranks.process_index].tolist() if layer_part(layer) not in self.trained]
+        missing = [
+            layer
+            for layer in shares[ranks.process_index].tolist()
+            if layer_part(layer) not in self.trained
+        ]
         group_size = self.layers_at_once(len(missing), ranks.num_processes)
         with distributed.isolated_rank(self.device):
             for layers in layer_groups(missing, group_size):
-                print(f"layers {layer_range(layers)}: {len(layers) * self.heads} classifiers train at once", flush=True)
+                print(
+                    f"layers {layer_range(layers)}: {len(layers) * self.heads} classifiers train "
+                    f"at once",
+                    flush=True,
+                )
                 self.train_layers(layers)
                 release_memory()
         ranks.wait_for_everyone()
 
     def layers_at_once(self, layers: int, processes: int) -> int:
-        """Returns how many of ``layers`` train together: ``qmodel.layers_at_once``, or as many as the free memory holds.
+        """Returns how many of ``layers`` train together: ``qmodel.layers_at_once``, or as many as
+        the free memory holds.
 
-        Raises UserError if ``qmodel.layers_at_once`` layers do not fit into memory, or a single one does not.
+        Raises UserError if ``qmodel.layers_at_once`` layers do not fit into memory, or a single one
+        does not.
         """
         cfg, pass_bytes = self.cfg, self.train.pass_bytes()
         *_, num_buckets, head_dim = self.partition.centroids.shape
         weights = cfg.qmodel.hidden * (head_dim + num_buckets)
-        elements = cfg.qmodel.batch_queries * cfg.train.least_micro_batch * (cfg.qmodel.hidden + num_buckets)
-        layer_bytes = self.heldout.max_layer_bytes(self.heads) + self.train.max_layer_bytes(self.heads)
+        elements = (
+            cfg.qmodel.batch_queries
+            * cfg.train.least_micro_batch
+            * (cfg.qmodel.hidden + num_buckets)
+        )
+        layer_bytes = self.heldout.max_layer_bytes(self.heads) + self.train.max_layer_bytes(
+            self.heads
+        )
         layer_bytes += self.heads * (STATE_BYTES * weights + ACTIVATION_BYTES * elements)
         on_gpu = self.device.type == "cuda"
         free = torch.cuda.mem_get_info(self.device)[0] if on_gpu else free_memory() // processes
@@ -208,9 +273,15 @@ class _Job:
         given = cfg.qmodel.layers_at_once
         wanted = min(given or 1, layers)
         if wanted * layer_bytes > free:
-            memory = f"{wanted * layer_bytes / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free; lower it or"
+            memory = (
+                f"{wanted * layer_bytes / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are "
+                f"free; lower it or"
+            )
             if wanted > 1:
-                raise UserError(f"qmodel.layers_at_once={given}: training {wanted} layers takes {memory} set it to null")
+                raise UserError(
+                    f"qmodel.layers_at_once={given}: training {wanted} layers takes {memory} set "
+                    f"it to null"
+                )
             key, other = self.train.memory_keys
             beside = "beside a pass of the model, " if pass_bytes else ""
             one = f"qmodel.{key}={getattr(cfg.qmodel, key)}: {beside}training one layer takes"
@@ -220,11 +291,20 @@ class _Job:
     def train_layers(self, layers: list[int]) -> None:
         """Trains the classifiers of ``layers`` together and saves each layer as a part."""
         began, cfg, whole = time.perf_counter(), self.cfg, self.partition
-        partition = KMeans(whole.centroids[[layer_index(whole.layers, layer) for layer in layers]], layers, whole.rope)
+        partition = KMeans(
+            whole.centroids[[layer_index(whole.layers, layer) for layer in layers]],
+            layers,
+            whole.rope,
+        )
         heldout = self.heldout.load(layers, self.heads, self.device)
         batches = self.train.batches(layers, self.heads)
-        qmodel = QModel(partition, self.heads, cfg.qmodel.hidden, residual=cfg.qmodel.residual, seed=cfg.seed).to(self.device)
-        bf16 = self.device.type == "cuda" and models.resolve_dtype(cfg.dtype, self.device) != torch.float32
+        qmodel = QModel(
+            partition, self.heads, cfg.qmodel.hidden, residual=cfg.qmodel.residual, seed=cfg.seed
+        ).to(self.device)
+        bf16 = (
+            self.device.type == "cuda"
+            and models.resolve_dtype(cfg.dtype, self.device) != torch.float32
+        )
         loading_seconds = time.perf_counter() - began
         probes = max(1, self.served["probes"])
 
@@ -253,8 +333,14 @@ class _Job:
         layer_seconds = (loading_seconds + result.seconds) / len(layers)
         tensors = qmodel.state_dict()
         for index, layer in enumerate(layers):
-            layer_tensors = {name: value[index].cpu().contiguous() for name, value in tensors.items()}
-            self.trained.save(layer_part(layer), layer_tensors, {"metrics": metrics[layer], "seconds": layer_seconds})
+            layer_tensors = {
+                name: value[index].cpu().contiguous() for name, value in tensors.items()
+            }
+            self.trained.save(
+                layer_part(layer),
+                layer_tensors,
+                {"metrics": metrics[layer], "seconds": layer_seconds},
+            )
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
     def calibrated_thresholds(self) -> KeyThresholds:
@@ -263,20 +349,28 @@ class _Job:
         qmodel = QModel(self.partition, self.heads, cfg.qmodel.hidden, residual=cfg.qmodel.residual)
         qmodel.load_state_dict(self.trained_tensors())
         chunks = distributed.rank_shard(self.train.chunks, KEY_CALIBRATION_CHUNKS)
-        return calibrate_keys(qmodel.to(model.device).eval(), model, chunks, **decode_window(cfg.model.presets))
+        return calibrate_keys(
+            qmodel.to(model.device).eval(), model, chunks, **decode_window(cfg.model.presets)
+        )
 
     def trained_tensors(self) -> dict[str, torch.Tensor]:
         """Returns the weights of all layers, stacked."""
         parts = [self.trained.load(layer_part(layer))[0] for layer in self.partition.layers]
         return {name: torch.stack([tensors[name] for tensors in parts]) for name in parts[0]}
 
-    def write_artifact(self, folder: Path, fingerprint: dict[str, Any], thresholds: KeyThresholds) -> None:
-        """Writes the trained layers as one artifact, logs its metrics, and removes the parts and checkpoints."""
+    def write_artifact(
+        self, folder: Path, fingerprint: dict[str, Any], thresholds: KeyThresholds
+    ) -> None:
+        """Writes the trained layers as one artifact, logs its metrics, and removes the parts and
+        checkpoints.
+        """
         cfg, partition = self.cfg, self.partition
         assert partition.artifact is not None
         notes = [self.trained.load(layer_part(layer))[1] for layer in partition.layers]
         kv_heads = len(notes) * partition.kv_heads
-        metrics = average_layers({layer: note["metrics"] for layer, note in zip(partition.layers, notes, strict=True)})
+        metrics = average_layers(
+            {layer: note["metrics"] for layer, note in zip(partition.layers, notes, strict=True)}
+        )
         metrics |= {
             "cache_seconds_a_kv_head": sum(each.seconds() for each in self.caches) / kv_heads,
             "training_seconds_a_kv_head": sum(note["seconds"] for note in notes) / kv_heads,
@@ -303,12 +397,15 @@ class _Job:
             overwrite=cfg.overwrite,
         )
         run_name = f"{cfg.model.name}-{cfg.name}-qmodel"
-        with Tracker.of_job(cfg, "train-qmodel", folder=self.work, run_name=run_name, after_work=True) as tracker:
+        with Tracker.of_job(
+            cfg, "train-qmodel", folder=self.work, run_name=run_name, after_work=True
+        ) as tracker:
             tracker.use_artifact(partition.artifact)
             tracker.summary(metrics)
             tracker.log_artifact(folder)
         self.trained.remove()
-        for leftover in self.work.glob("layers_*/checkpoints"):  # a resumed run may have grouped the layers differently
+        # a resumed run may have grouped the layers differently
+        for leftover in self.work.glob("layers_*/checkpoints"):
             shutil.rmtree(leftover)
         artifacts.print_summary(folder, metrics)
         if warning := routing_warning(metrics, self.served["probes"]):

@@ -3,7 +3,8 @@
 A file that defines ``scorer``, a class of block scores for prompts, is named in ``GATE_SCORES`` of
 :mod:`msattn.trainer.config.select`.
 
-Import :class:`~msattn.trainer.methods.gate.attn_gate.Gate`, :class:`~msattn.trainer.methods.gate.decode_gate.DecodeGate` and
+Import :class:`~msattn.trainer.methods.gate.attn_gate.Gate`,
+:class:`~msattn.trainer.methods.gate.decode_gate.DecodeGate` and
 :class:`~msattn.trainer.methods.selection.Selection`. Never imports ``classifier``.
 """
 

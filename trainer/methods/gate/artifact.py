@@ -52,7 +52,9 @@ class GateArtifact(artifacts.ArtifactModule, Generic[Thresholds]):
 
     @staticmethod
     def of_model(config: "PretrainedConfig", cfg: GateConfig) -> tuple[Shape, Tensor]:
-        """Returns the shape of a model, and the frequencies of its gates, which do not use YaRN's attention factor."""
+        """Returns the shape of a model, and the frequencies of its gates, which do not use YaRN's
+        attention factor.
+        """
         shape = Shape(**models.shape(config))
         hidden = cfg.hidden or shape.head_dim
         inv_freq, _ = rope.inverse_frequencies(config, dim=hidden)
@@ -63,7 +65,9 @@ class GateArtifact(artifacts.ArtifactModule, Generic[Thresholds]):
         return {"gate": asdict(self.cfg), "thresholds": RootModel(self.thresholds).model_dump()}
 
     def model_shape(self) -> dict[str, int]:
-        """Returns the shape of the model that the gates are for, under the keys of its fingerprint."""
+        """Returns the shape of the model that the gates are for, under the keys of its
+        fingerprint.
+        """
         return self.shape._asdict()
 
     @classmethod
@@ -75,27 +79,47 @@ class GateArtifact(artifacts.ArtifactModule, Generic[Thresholds]):
         num_gates: int,
         **options: Any,
     ) -> Self:
-        """Returns the frozen gates of an ``artifact``, on the CPU; the other arguments come from its manifest.
+        """Returns the frozen gates of an ``artifact``, on the CPU; the other arguments come from
+        its manifest.
 
-        Raises UserError if they are for another phase, or if the tensors do not match ``num_gates`` gates.
+        Raises UserError if they are for another phase, or if the tensors do not match ``num_gates``
+        gates.
         """
         if cfg.phase != cls.phase:
-            raise UserError(f"artifact {artifact.path}: details.gate.phase={cfg.phase}: expected {cls.phase}")
+            raise UserError(
+                f"artifact {artifact.path}: details.gate.phase={cfg.phase}: expected {cls.phase}"
+            )
         expected = 1 + (4 if cfg.qk_norm else 2) * num_gates
         if len(artifact.tensors) != expected:  # before modules are built
-            raise UserError(f"artifact {artifact.path}: {len(artifact.tensors)} tensors, expected {expected}")
+            raise UserError(
+                f"artifact {artifact.path}: {len(artifact.tensors)} tensors, expected {expected}"
+            )
         shape = Shape(*(artifact.manifest["model"][name] for name in Shape._fields))
         with torch.device("meta"):
             gate = cls(shape, cfg, torch.empty((cfg.hidden or shape.head_dim) // 2), **options)
-        artifacts.check_tensors(artifact, {name: tensor.shape for name, tensor in gate.state_dict().items()})
+        artifacts.check_tensors(
+            artifact, {name: tensor.shape for name, tensor in gate.state_dict().items()}
+        )
         gate.load_state_dict(artifact.tensors, assign=True)
         gate.artifact, gate.thresholds = artifact, thresholds
         return gate.requires_grad_(False)
 
     def _part(self, part: HeadShard, **options: Any) -> Self:
         """Returns frozen gates of a part of the heads, for tensor parallelism."""
-        heads, kv_heads = (number // part.ranks for number in (self.shape.num_heads, self.shape.num_kv_heads))
-        own = type(self)(self.shape._replace(num_heads=heads, num_kv_heads=kv_heads), self.cfg, self.inv_freq, **options)
-        own.load_state_dict({name: x if name == "inv_freq" else part.of(x, 0) for name, x in self.state_dict().items()})
+        heads, kv_heads = (
+            number // part.ranks for number in (self.shape.num_heads, self.shape.num_kv_heads)
+        )
+        own = type(self)(
+            self.shape._replace(num_heads=heads, num_kv_heads=kv_heads),
+            self.cfg,
+            self.inv_freq,
+            **options,
+        )
+        own.load_state_dict(
+            {
+                name: x if name == "inv_freq" else part.of(x, 0)
+                for name, x in self.state_dict().items()
+            }
+        )
         own.artifact, own.thresholds = self.artifact, self.thresholds
         return own.requires_grad_(False)

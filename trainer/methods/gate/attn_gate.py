@@ -1,10 +1,12 @@
-"""AttnGate: scores of key blocks for each query block, from pooled queries and keys (SeerAttention, section 3.1).
+"""AttnGate: scores of key blocks for each query block, from pooled queries and keys (SeerAttention,
+section 3.1).
 
-In each layer and head, queries and keys before RoPE are pooled over blocks, projected, and rotated by the gate's own RoPE at
-the first position of each block. The scores are ``softmax(gq gk^T / sqrt(hidden))`` over the causally visible blocks. With
-``gate.mean_weight`` a trained gate adds the products of mean-pooled queries and keys after RoPE, times this weight, to its own
-scores before the softmax. These products are uncapped even in models that cap their scores. Gates are trained without them,
-because gates that had them as inputs selected worse blocks.
+In each layer and head, queries and keys before RoPE are pooled over blocks, projected, and rotated
+by the gate's own RoPE at the first position of each block. The scores are
+``softmax(gq gk^T / sqrt(hidden))`` over the causally visible blocks. With ``gate.mean_weight`` a
+trained gate adds the products of mean-pooled queries and keys after RoPE, times this weight, to its
+own scores before the softmax. These products are uncapped even in models that cap their scores.
+Gates are trained without them, because gates that had them as inputs selected worse blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,16 +42,19 @@ if TYPE_CHECKING:
 
 NORM_EPS = 1e-6
 TARGET, MEAN_WEIGHT = "mass", 0.5  # used until they are chosen
-INITIAL_SCALE = 0.5  # factor of queries and of keys, so that initial logits are a quarter of the scaled products of block means
+# factor of queries and of keys, so that initial logits are a quarter of the scaled products of
+# block means
+INITIAL_SCALE = 0.5
 
 
 def frequency_matched_projection(head_dim: int, hidden: int, channels: Tensor | None) -> Tensor:
-    """Returns the projection ``[hidden, head_dim]`` that keeps each rotated pair of dimensions at its RoPE frequency.
+    """Returns the projection ``[hidden, head_dim]`` that keeps each rotated pair of dimensions at
+    its RoPE frequency.
 
-    Pair ``j`` of the gate's ``hidden / 2`` rotates with ``base ** (-2 j / hidden)``, like pair ``j * head_dim / hidden`` of the
-    model. The weights are scaled so that products scaled by ``hidden ** -0.5`` keep their magnitude when ``hidden`` is not
-    ``head_dim``. ``channels``: int64 ``[head_dim / 2, 2]``, the channels of the model's pairs; None: ``j`` and
-    ``j + head_dim / 2``.
+    Pair ``j`` of the gate's ``hidden / 2`` rotates with ``base ** (-2 j / hidden)``, like pair
+    ``j * head_dim / hidden`` of the model. The weights are scaled so that products scaled by
+    ``hidden ** -0.5`` keep their magnitude when ``hidden`` is not ``head_dim``. ``channels``: int64
+    ``[head_dim / 2, 2]``, the channels of the model's pairs; None: ``j`` and ``j + head_dim / 2``.
     """
     channels = torch.arange(head_dim).view(2, -1).T if channels is None else channels
     source = channels[torch.arange(hidden // 2) * head_dim // hidden].T.flatten()
@@ -64,20 +69,27 @@ class AttnGate(nn.Module):
     Parameters
     ----------
     head_dim, num_heads, num_kv_heads : shape of the layer's attention.
-    cfg : poolings, width and heads. With ``heads="kv"`` a gate head serves a whole query group, and its input is the
+    cfg : poolings, width and heads. With ``heads="kv"`` a gate head serves a whole query group, and
+    its input is the
         concatenation of the group's pooled queries.
     channels : as for :func:`frequency_matched_projection`.
 
     Notes
     -----
-    Weights are initialized to scaled identities that give all poolings equal weight and keep each dimension at its RoPE
-    frequency. An untrained gate therefore ranks blocks by the scores of their means (or mid-ranges), not at random.
-    ``INITIAL_SCALE`` flattens these scores, because the target is flatter: the maxima of a row block come from different
-    queries, each with its own best column.
+    Weights are initialized to scaled identities that give all poolings equal weight and keep each
+    dimension at its RoPE frequency. An untrained gate therefore ranks blocks by the scores of their
+    means (or mid-ranges), not at random. ``INITIAL_SCALE`` flattens these scores, because the
+    target is flatter: the maxima of a row block come from different queries, each with its own best
+    column.
     """
 
     def __init__(
-        self, head_dim: int, num_heads: int, num_kv_heads: int, cfg: GateConfig, channels: Tensor | None = None
+        self,
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        cfg: GateConfig,
+        channels: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.cfg = cfg
@@ -90,30 +102,48 @@ class AttnGate(nn.Module):
             projection.repeat(1, parts) * (INITIAL_SCALE / parts)
             for parts in (self.shared_queries * len(cfg.q_pool), len(cfg.k_pool))
         )
-        self.query_weight = nn.Parameter(query.repeat(self.heads, 1, 1))  # [Hg, hidden, shared * pools * D]
+        # [Hg, hidden, shared * pools * D]
+        self.query_weight = nn.Parameter(query.repeat(self.heads, 1, 1))
         self.key_weight = nn.Parameter(key.repeat(self.heads, 1, 1))  # [Hg, hidden, pools * D]
         if cfg.qk_norm:
-            self.query_norm, self.key_norm = (nn.Parameter(torch.ones(self.heads, self.hidden)) for _ in range(2))
+            self.query_norm, self.key_norm = (
+                nn.Parameter(torch.ones(self.heads, self.hidden)) for _ in range(2)
+            )
 
-    def forward(self, q_nope: Tensor, k_nope: Tensor, *, inv_freq: Tensor | None, kv_start: Tensor | None = None) -> Tensor:
-        """Computes block scores before masking and softmax: fp32 ``[B, Hg, Tr, Tc]``, for ``Hg`` gate heads.
+    def forward(
+        self,
+        q_nope: Tensor,
+        k_nope: Tensor,
+        *,
+        inv_freq: Tensor | None,
+        kv_start: Tensor | None = None,
+    ) -> Tensor:
+        """Computes block scores before masking and softmax: fp32 ``[B, Hg, Tr, Tc]``, for ``Hg``
+        gate heads.
 
-        Queries ``q_nope [B, Hq, N, D]`` are the last ``N`` of the positions of ``k_nope [B, Hkv, M, D]``; both are before RoPE
-        and after a q/k norm. ``inv_freq`` are those of the gate, None in a layer without RoPE; ``kv_start`` int32 ``[B]`` is
-        the left padding.
+        Queries ``q_nope [B, Hq, N, D]`` are the last ``N`` of the positions of
+        ``k_nope [B, Hkv, M, D]``; both are before RoPE and after a q/k norm. ``inv_freq`` are those
+        of the gate, None in a layer without RoPE; ``kv_start`` int32 ``[B]`` is the left padding.
         """
         num_queries, num_keys, sizes = q_nope.shape[2], k_nope.shape[2], self.cfg.sizes
         with torch.no_grad():
             first = first_query(num_queries, num_keys, kv_start, q_nope.device)
             pooled_q = pool_blocks(q_nope, self.cfg.q_pool, block_size=sizes.queries, start=first)
-            pooled_q = pooled_q.unflatten(1, (self.heads, self.shared_queries)).transpose(2, 3).flatten(3)
+            pooled_q = (
+                pooled_q.unflatten(1, (self.heads, self.shared_queries)).transpose(2, 3).flatten(3)
+            )
             pooled_k = pool_blocks(k_nope, self.cfg.k_pool, block_size=sizes.keys, start=kv_start)
         rows, _ = row_span(num_queries, num_keys, sizes.queries, kv_start, q_nope.device)
         with torch.autocast(q_nope.device.type, enabled=False):
-            return self.project_queries(pooled_q, rows, inv_freq) @ self.project_keys(pooled_k, inv_freq).transpose(-1, -2)
+            return self.project_queries(pooled_q, rows, inv_freq) @ self.project_keys(
+                pooled_k, inv_freq
+            ).transpose(-1, -2)
 
-    def project_queries(self, pooled_q: Tensor, positions: Tensor, inv_freq: Tensor | None) -> Tensor:
-        """Projects query inputs ``[B, Hg, T, P]`` and rotates them at ``positions [B | 1, T]``: ``[B, Hg, T, hidden]``.
+    def project_queries(
+        self, pooled_q: Tensor, positions: Tensor, inv_freq: Tensor | None
+    ) -> Tensor:
+        """Projects query inputs ``[B, Hg, T, P]`` and rotates them at ``positions [B | 1, T]``:
+        ``[B, Hg, T, hidden]``.
 
         They are scaled so that their products with :meth:`project_keys` are the scores.
         """
@@ -124,10 +154,13 @@ class AttnGate(nn.Module):
             gate_q = rope.rotate(gate_q, *rope.cos_sin(inv_freq, positions))
         return gate_q * self.hidden**-0.5
 
-    def project_keys(self, pooled_k: Tensor, inv_freq: Tensor | None, positions: Tensor | None = None) -> Tensor:
+    def project_keys(
+        self, pooled_k: Tensor, inv_freq: Tensor | None, positions: Tensor | None = None
+    ) -> Tensor:
         """Projects pooled keys ``[B, Hkv, Tc, P]`` and rotates them: ``[B, Hg, Tc, hidden]``.
 
-        They are rotated at ``positions [B | 1, Tc]``, by default at the first position of their block.
+        They are rotated at ``positions [B | 1, Tc]``, by default at the first position of their
+        block.
         """
         key_weight = self.key_weight.unflatten(0, (self.num_kv_heads, -1))
         gate_k = torch.einsum("bhtp,hgop->bhgto", pooled_k, key_weight).flatten(1, 2)
@@ -136,17 +169,24 @@ class AttnGate(nn.Module):
         if self.cfg.rope is not True or inv_freq is None:
             return gate_k
         if positions is None:
-            positions = self.cfg.sizes.keys * torch.arange(gate_k.shape[2], device=gate_k.device)[None]
+            positions = (
+                self.cfg.sizes.keys * torch.arange(gate_k.shape[2], device=gate_k.device)[None]
+            )
         return rope.rotate(gate_k, *rope.cos_sin(inv_freq, positions))
 
 
-def pool_keys(pools: Sequence[str], k_nope: Tensor, k: Tensor, *, block_size: int, start: Tensor | None = None) -> Tensor:
-    """Pools blocks of keys before RoPE ``k_nope [B, Hkv, n, D]``, and after it, ``k``, for a last pooling ``rope``, their mean.
+def pool_keys(
+    pools: Sequence[str], k_nope: Tensor, k: Tensor, *, block_size: int, start: Tensor | None = None
+) -> Tensor:
+    """Pools blocks of keys before RoPE ``k_nope [B, Hkv, n, D]``, and after it, ``k``, for a last
+    pooling ``rope``, their mean.
 
     Returns fp32 ``[B, Hkv, blocks, len(pools) * D]``; ``start`` as in ``pool_blocks``.
     """
     of_keys = [name for name in pools if name != "rope"]
-    return pool_blocks(k_nope, of_keys, block_size=block_size, start=start, rotated=k if "rope" in pools else None)
+    return pool_blocks(
+        k_nope, of_keys, block_size=block_size, start=start, rotated=k if "rope" in pools else None
+    )
 
 
 @dataclass(frozen=True)
@@ -177,12 +217,14 @@ class ModulesByLayer(nn.ModuleDict):
 
 
 class Gate(GateArtifact[dict[str, BlockThresholds]]):
-    """Gates of all layers of a model that may be sparse, trained by ``msattn train-gate`` and used by ``msattn.attach``.
+    """Gates of all layers of a model that may be sparse, trained by ``msattn train-gate`` and used
+    by ``msattn.attach``.
 
     Attributes
     ----------
     layers : an :class:`AttnGate` for each of ``layer_numbers``, by number.
-    thresholds : calibrated thresholds (``calibrate_blocks``) of the block scores in ``GATE_SCORES``, by name; None before
+    thresholds : calibrated thresholds (``calibrate_blocks``) of the block scores in
+    ``GATE_SCORES``, by name; None before
         training.
     always : blocks that every row reads by default, with which ``thresholds`` were measured.
     """
@@ -190,7 +232,13 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
     phase = "prefill"
 
     def __init__(
-        self, shape: Shape, cfg: GateConfig, inv_freq: Tensor, *, layers: list[int], channels: Tensor | None = None
+        self,
+        shape: Shape,
+        cfg: GateConfig,
+        inv_freq: Tensor,
+        *,
+        layers: list[int],
+        channels: Tensor | None = None,
     ) -> None:
         weight = MEAN_WEIGHT if cfg.mean_weight is None else cfg.mean_weight
         cfg = replace(cfg, target=cfg.target or TARGET, mean_weight=weight)
@@ -211,16 +259,23 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
     def load(cls, path: str | Path) -> "Gate":
         """Loads a trained gate from the folder or Hub id of an artifact, on the CPU.
 
-        Raises UserError if it is missing, damaged or of another kind or phase, or its tensors do not match its manifest.
+        Raises UserError if it is missing, damaged or of another kind or phase, or its tensors do
+        not match its manifest.
         """
         artifact = artifacts.read(path, kind="gate")
         details = checked(artifact.manifest["details"], GateDetails, f"artifact {path}: details")
         for key in ("target", "mean_weight"):
             if getattr(details.gate, key) is None:
                 raise UserError(f"artifact {path}: details.gate has no {key}")
-        thresholds, layers, num_layers = details.thresholds, details.layers, artifact.manifest["model"]["num_layers"]
+        thresholds, layers, num_layers = (
+            details.thresholds,
+            details.layers,
+            artifact.manifest["model"]["num_layers"],
+        )
         if layers[-1] >= num_layers:
-            raise UserError(f"artifact {path}: details.layers={layers}: the model has {num_layers} layers")
+            raise UserError(
+                f"artifact {path}: details.layers={layers}: the model has {num_layers} layers"
+            )
         for name, table in (thresholds or {}).items():
             if len(table.layers) != num_layers:
                 given = f"details.thresholds.{name} has {len(table.layers)} layers"
@@ -250,20 +305,26 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
     def logits(self, x: LayerInputs) -> Tensor:
         """Computes the trained scores of a layer's blocks before masking, fp32 ``[B, Hg, Tr, Tc]``.
 
-        Raises ValueError if keys were cached before this pass, because the gate pools keys before RoPE and caches hold keys
-        after RoPE.
+        Raises ValueError if keys were cached before this pass, because the gate pools keys before
+        RoPE and caches hold keys after RoPE.
         """
         check_keys(x)
-        return self.layers[x.layer](*self._inputs(x), inv_freq=self._inv_freq(x), kv_start=x.kv_start)
+        return self.layers[x.layer](
+            *self._inputs(x), inv_freq=self._inv_freq(x), kv_start=x.kv_start
+        )
 
     @torch.no_grad()
-    def scores(self, x: LayerInputs, *, last_queries: bool = False, columns: Tensor | None = None) -> Tensor:
+    def scores(
+        self, x: LayerInputs, *, last_queries: bool = False, columns: Tensor | None = None
+    ) -> Tensor:
         """Computes the block probabilities of a layer, fp32 ``[B, Hg, Tr, Tc]``.
 
-        They are the softmax over the visible blocks of :meth:`logits` and of the products of mean-pooled queries and keys after
-        RoPE, in one operation without gradients. ``Hg`` is the number of query heads or of key/value heads, by ``gate.heads``.
-        ``last_queries`` and ``columns`` as in :func:`~msattn.kernels.gate_scores.gate_scores`. Where a cache keeps pooled keys,
-        ``x.pooled_keys`` stand for all keys. Raises ValueError as :meth:`logits`, without ``x.pooled_keys``.
+        They are the softmax over the visible blocks of :meth:`logits` and of the products of
+        mean-pooled queries and keys after RoPE, in one operation without gradients. ``Hg`` is the
+        number of query heads or of key/value heads, by ``gate.heads``. ``last_queries`` and
+        ``columns`` as in :func:`~msattn.kernels.gate_scores.gate_scores`. Where a cache keeps
+        pooled keys, ``x.pooled_keys`` stand for all keys. Raises ValueError as :meth:`logits`,
+        without ``x.pooled_keys``.
         """
         layer, cfg, pooled = cast(AttnGate, self.layers[x.layer]), self.cfg, x.pooled_keys
         weight = cast(float, cfg.mean_weight)
@@ -274,7 +335,9 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
         )
         if pooled is None:
             check_keys(x)
-            pooled = pool_keys(cfg.cached_pools, keys, x.k, block_size=cfg.sizes.keys, start=x.kv_start)
+            pooled = pool_keys(
+                cfg.cached_pools, keys, x.k, block_size=cfg.sizes.keys, start=x.kv_start
+            )
         return gate_scores(
             queries,
             pooled,
@@ -292,11 +355,15 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
         )
 
     def _inputs(self, x: LayerInputs) -> tuple[Tensor, Tensor]:
-        """Returns the queries and keys that are pooled: before RoPE, or for the paper's baseline after the model's."""
+        """Returns the queries and keys that are pooled: before RoPE, or for the paper's baseline
+        after the model's.
+        """
         return (x.q, x.k) if self.cfg.rope == "model" else (x.q_nope, x.k_nope)
 
     def _inv_freq(self, x: LayerInputs) -> Tensor | None:
-        """Returns the frequencies of the gate's own RoPE; None without it, as in layers of the model that do not rotate."""
+        """Returns the frequencies of the gate's own RoPE; None without it, as in layers of the
+        model that do not rotate.
+        """
         return self.inv_freq if x.rotates and self.cfg.rope is True else None
 
 
@@ -304,13 +371,15 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
 class GateScores:
     """Scores blocks by the probabilities of a trained gate.
 
-    The last row block often holds a question in which only some tokens look far back, which pooling hides. With
-    ``last_block="queries"`` its scores are therefore the largest probability over the pooled queries and each of the last
-    ``block_size`` queries; this applies only to the last chunk of a prompt. With ``"pooled"`` only the pooled queries count, as
-    in the paper.
+    The last row block often holds a question in which only some tokens look far back, which pooling
+    hides. With ``last_block="queries"`` its scores are therefore the largest probability over the
+    pooled queries and each of the last ``block_size`` queries; this applies only to the last chunk
+    of a prompt. With ``"pooled"`` only the pooled queries count, as in the paper.
     """
 
-    method: ClassVar = Method("gate", trained=True, style={"color": "#0072B2", "marker": "o"}, other_color="#7B68EE")
+    method: ClassVar = Method(
+        "gate", trained=True, style={"color": "#0072B2", "marker": "o"}, other_color="#7B68EE"
+    )
     allocation: ClassVar = Allocation(floor=0.5, pooled=True)
     last_chunk_needs_keys: ClassVar = False  # its scores need every key, not only pooled keys
     gate: Gate
@@ -328,6 +397,11 @@ scorer = GateScores
 
 
 def check_keys(x: LayerInputs) -> None:
-    """Raises ValueError if keys were cached before this pass, so that they are known only after RoPE."""
+    """Raises ValueError if keys were cached before this pass, so that they are known only after
+    RoPE.
+    """
     if x.num_keys != x.k_nope.shape[2]:
-        raise ValueError(f"num_keys={x.num_keys}: a gate needs every key before RoPE, and this pass has {x.k_nope.shape[2]}")
+        raise ValueError(
+            f"num_keys={x.num_keys}: a gate needs every key before RoPE, and this pass has "
+            f"{x.k_nope.shape[2]}"
+        )

@@ -1,8 +1,11 @@
-"""The settings of gates that are chosen by what sparse attention does to predictions: the target, and the weight of means.
+"""The settings of gates that are chosen by what sparse attention does to predictions: the target,
+and the weight of means.
 
-Both depend on the model. The largest attention mass of a block's queries is the better target for SmolLM2, their mean for
-Gemma 3; means of queries and keys help SmolLM2 at every sparsity and cost Gemma 3 much at 50 %. The loss of a gate does not
-tell, as it counts all blocks, and predictions depend on those at the threshold.
+Both depend on the model. The largest attention mass of a block's queries is the better target for
+SmolLM2, their mean for
+Gemma 3; means of queries and keys help SmolLM2 at every sparsity and cost Gemma 3 much at 50 %. The
+loss of a gate does not tell, as it counts all blocks, and predictions depend on those at the
+threshold.
 """
 
 import copy
@@ -36,13 +39,18 @@ CHUNKS = 2  # of each rank
 
 
 def can_choose(tokens: int, gate: Gate) -> bool:
-    """Returns whether chunks of this number of tokens read more blocks than those that are always read."""
+    """Returns whether chunks of this number of tokens read more blocks than those that are always
+    read.
+    """
     sizes = gate.cfg.sizes
     return tokens > sizes.keys * shortest_row(SPARSITIES[0], gate.always, sizes)
 
 
-def choose_target(gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]]) -> None:
-    """Gives an untrained ``gate`` the one of ``TARGETS`` whose true block map changes predictions least.
+def choose_target(
+    gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]]
+) -> None:
+    """Gives an untrained ``gate`` the one of ``TARGETS`` whose true block map changes predictions
+    least.
 
     ``chunks`` are this rank's items ``{"input_ids": int64 [N]}``.
     """
@@ -50,13 +58,17 @@ def choose_target(gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[
     gate.cfg = replace(gate.cfg, target=maps[_least_change(maps, teacher, chunks)].target)
 
 
-def choose_mean_weight(gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]]) -> None:
+def choose_mean_weight(
+    gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]]
+) -> None:
     """Gives a trained ``gate`` the one of ``WEIGHTS`` that changes predictions least.
 
     ``chunks`` are as of :func:`choose_target`.
     """
     gates = {f"gate.mean_weight={weight:g}": _with_weight(gate, weight) for weight in WEIGHTS}
-    gate.cfg = gates[_least_change({name: GateScores(each) for name, each in gates.items()}, teacher, chunks)].cfg
+    gate.cfg = gates[
+        _least_change({name: GateScores(each) for name, each in gates.items()}, teacher, chunks)
+    ].cfg
 
 
 def _with_weight(gate: Gate, weight: float) -> Gate:
@@ -67,23 +79,30 @@ def _with_weight(gate: Gate, weight: float) -> Gate:
 
 
 @torch.no_grad()
-def _least_change(scorers: Mapping[str, Scorer], teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]]) -> str:
+def _least_change(
+    scorers: Mapping[str, Scorer], teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]]
+) -> str:
     """Returns the name of the scorer that changes predictions least under calibrated thresholds.
 
-    The change is KL(dense || sparse) of the next tokens of training text, in nats, a mean over ``SPARSITIES`` and the first
-    ``CHUNKS`` of ``chunks``; all of them calibrate.
+    The change is KL(dense || sparse) of the next tokens of training text, in nats, a mean over
+    ``SPARSITIES`` and the first ``CHUNKS`` of ``chunks``; all of them calibrate.
     """
     chunks = list(chunks)
     tables = calibrate_blocks(scorers, teacher, chunks)
     selections = [
         [
-            Selection.from_config(SelectConfig(policy="calibrated", sparsity=s), scorer=scorer, thresholds=tables[name])
+            Selection.from_config(
+                SelectConfig(policy="calibrated", sparsity=s),
+                scorer=scorer,
+                thresholds=tables[name],
+            )
             for s in SPARSITIES
         ]
         for name, scorer in scorers.items()
     ]
     with activity(f"choosing among {', '.join(scorers)}"):
-        total = torch.zeros(len(scorers) + 1, dtype=torch.float64, device=teacher.device)  # and the number of chunks
+        # and the number of chunks
+        total = torch.zeros(len(scorers) + 1, dtype=torch.float64, device=teacher.device)
         for chunk in chunks[:CHUNKS]:
             total += _changes(selections, teacher, chunk["input_ids"])
     *sums, count = reduce_over_ranks(total, "sum").tolist()
@@ -95,14 +114,20 @@ def _least_change(scorers: Mapping[str, Scorer], teacher: "PreTrainedModel", chu
 
 
 def _changes(selections: list[list[Selection]], teacher: "PreTrainedModel", ids: Tensor) -> Tensor:
-    """Returns how much the selections of each scorer change the predictions of one chunk, and 1: fp64 ``[scorers + 1]``."""
+    """Returns how much the selections of each scorer change the predictions of one chunk, and 1:
+    fp64 ``[scorers + 1]``.
+    """
     ids = ids[None].to(teacher.device)
     dense, changes = run_backbone(teacher, ids), []
     for of_scorer in selections:
         found = torch.zeros((), dtype=torch.float64, device=teacher.device)
         for selection in of_scorer:
             with tap(teacher, partial(_attend, selection)):
-                found += token_scores(teacher, run_backbone(teacher, ids), ids[0], dense).divergences.double().mean()
+                found += (
+                    token_scores(teacher, run_backbone(teacher, ids), ids[0], dense)
+                    .divergences.double()
+                    .mean()
+                )
         changes.append(found / len(of_scorer))
     return torch.stack([*changes, torch.ones_like(changes[0])])
 

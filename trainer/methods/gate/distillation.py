@@ -1,8 +1,9 @@
 """Distillation of the frozen model's block maps into gates (SeerAttention, section 4).
 
-The teacher runs without an autograd graph. In each layer one kernel call computes attention and block map, and the gate's loss
-and gradients are computed immediately; only these small gradients are kept until the end of the pass. Training therefore needs
-hardly more memory than inference, and ``loss.backward()`` works as in any other training loop.
+The teacher runs without an autograd graph. In each layer one kernel call computes attention and
+block map, and the gate's loss and gradients are computed immediately; only these small gradients
+are kept until the end of the pass. Training therefore needs hardly more memory than inference, and
+``loss.backward()`` works as in any other training loop.
 """
 
 from collections import defaultdict
@@ -18,7 +19,12 @@ from torch.autograd.function import once_differentiable
 
 from msattn.kernels.best_blocks import block_softmax
 from msattn.trainer.config import GateConfig
-from msattn.trainer.methods.blocks import Candidates, candidate_blocks, normalize_rows, visible_blocks
+from msattn.trainer.methods.blocks import (
+    Candidates,
+    candidate_blocks,
+    normalize_rows,
+    visible_blocks,
+)
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.methods.policies import TopK
@@ -30,15 +36,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 RECALL_SPARSITIES = (0.5, 0.8, 0.9)
-SMOOTH_L1_BETA = 0.01  # PyTorch's default of 1 would make it half the MSE, since errors of probabilities rarely exceed 1
+# PyTorch's default of 1 would make it half the MSE, since errors of probabilities rarely exceed 1
+SMOOTH_L1_BETA = 0.01
 
 
 def gate_loss(logits: Tensor, pooled: Tensor, visible: Tensor, cfg: GateConfig) -> Tensor:
     """Computes the loss of a gate's block probabilities against the row-normalized block map.
 
-    Errors are summed over the blocks of a row and averaged over rows. A mean over blocks would shrink with the square of the
-    context length, and the gradient with it. ``logits`` fp32 ``[B, Hg, Tr, Tc]`` are the gate's before masking, ``pooled`` fp32
-    ``[B, Hq, Tr, Tc]`` is the block map: a gate that serves a query group learns the mean map of the group. Rows without a
+    Errors are summed over the blocks of a row and averaged over rows. A mean over blocks would
+    shrink with the square of the context length, and the gradient with it. ``logits`` fp32
+    ``[B, Hg, Tr, Tc]`` are the gate's before masking, ``pooled`` fp32 ``[B, Hq, Tr, Tc]`` is the
+    block map: a gate that serves a query group learns the mean map of the group. Rows without a
     ``visible`` block, bool ``[B | 1, 1, Tr, Tc]``, and the first ``cfg.skip_rows``, do not count.
     """
     target = normalize_rows(pooled).unflatten(1, (logits.shape[1], -1)).mean(2)
@@ -48,14 +56,20 @@ def gate_loss(logits: Tensor, pooled: Tensor, visible: Tensor, cfg: GateConfig) 
     elif cfg.loss == "mse":
         errors = (block_softmax(logits, visible) - target).square()
     else:
-        errors = F.smooth_l1_loss(block_softmax(logits, visible), target, reduction="none", beta=SMOOTH_L1_BETA)
+        errors = F.smooth_l1_loss(
+            block_softmax(logits, visible), target, reduction="none", beta=SMOOTH_L1_BETA
+        )
     rows = visible.any(-1)
-    rows = (rows & (torch.arange(rows.shape[-1], device=rows.device) >= cfg.skip_rows)).expand(errors.shape[:-1])
+    rows = (rows & (torch.arange(rows.shape[-1], device=rows.device) >= cfg.skip_rows)).expand(
+        errors.shape[:-1]
+    )
     return (errors.sum(-1) * rows).sum() / rows.sum().clamp(min=1)
 
 
 class PrecomputedGradients(torch.autograd.Function):
-    """A loss whose gradients were computed in the forward pass; ``backward`` passes them to the parameters."""
+    """A loss whose gradients were computed in the forward pass; ``backward`` passes them to the
+    parameters.
+    """
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
@@ -73,9 +87,9 @@ class GateDistiller(nn.Module):
 
     The gate is the only registered submodule, so that nothing else is saved and synchronized.
 
-    Loss and gradient of a layer need about nine block maps (fp32 ``[B, Hq, Tr, Tc]``) at a time. For the shape of Llama-3.1-8B
-    and up to about 256k tokens, 64k with blocks of 16 keys, that is less than the hidden activations of the MLP, so peak memory
-    is that of inference plus the gates.
+    Loss and gradient of a layer need about nine block maps (fp32 ``[B, Hq, Tr, Tc]``) at a time.
+    For the shape of Llama-3.1-8B and up to about 256k tokens, 64k with blocks of 16 keys, that is
+    less than the hidden activations of the MLP, so peak memory is that of inference plus the gates.
     """
 
     gate: Any
@@ -88,8 +102,8 @@ class GateDistiller(nn.Module):
     def forward(self, input_ids: Tensor) -> dict[str, Any]:
         """Runs the teacher on ``input_ids`` int64 ``[B, N]``.
 
-        Returns ``loss``, the sum over layers, whose ``backward`` passes on the precomputed gradients, and the detached
-        ``parts`` ``{"layer i": loss}``.
+        Returns ``loss``, the sum over layers, whose ``backward`` passes on the precomputed
+        gradients, and the detached ``parts`` ``{"layer i": loss}``.
         """
         parts: dict[str, Tensor] = {}
         parameters: list[Tensor] = []
@@ -109,7 +123,9 @@ class GateDistiller(nn.Module):
         return {"loss": PrecomputedGradients.apply(loss, gradients, *parameters), "parts": parts}
 
     def layer_loss(self, x: LayerInputs) -> tuple[Tensor, Tensor, list[nn.Parameter]]:
-        """Returns dense attention, the loss of the layer's gates with a graph to their parameters, and these parameters."""
+        """Returns dense attention, the loss of the layer's gates with a graph to their parameters,
+        and these parameters.
+        """
         cfg = self.gate.cfg
         dense = self.gate.true_map(x)
         visible = visible_blocks(x, cfg.sizes)
@@ -134,14 +150,17 @@ class Recalls:
     ) -> None:
         """Adds the recalls of a layer in a chunk under top-k selection at each sparsity.
 
-        It selects by the ``scores`` ``gate`` and ``oracle``; ``recall`` maps a block mask to its recall.
-        ``maps`` collects the blocks that the gate reads at the largest sparsity.
+        It selects by the ``scores`` ``gate`` and ``oracle``; ``recall`` maps a block mask to its
+        recall. ``maps`` collects the blocks that the gate reads at the largest sparsity.
         """
         for name, ranked in scores.items():
             for sparsity in RECALL_SPARSITIES:
                 mask = TopK(sparsity=sparsity)(ranked, candidates)
                 found = recall(mask)
-                for metric in (f"recall/{name}@{sparsity}", f"recall/{name}@{sparsity}/layer {layer}"):
+                for metric in (
+                    f"recall/{name}@{sparsity}",
+                    f"recall/{name}@{sparsity}/layer {layer}",
+                ):
                     self._found[metric].append(found)
                 if maps is not None and (name, sparsity) == ("gate", RECALL_SPARSITIES[-1]):
                     maps.add(layer, candidates.visible, scores["oracle"], ranked, mask)
@@ -149,21 +168,27 @@ class Recalls:
     def means(self) -> dict[str, float]:
         """Returns the means over the chunks of all ranks; each rank must call it."""
         merged: dict[str, list[float]] = defaultdict(list)
-        for rank_recalls in gather_object([{name: torch.stack(values).tolist() for name, values in self._found.items()}]):
+        for rank_recalls in gather_object(
+            [{name: torch.stack(values).tolist() for name, values in self._found.items()}]
+        ):
             for name, values in rank_recalls.items():
                 merged[name] += values
         return {name: fmean(values) for name, values in merged.items()}
 
 
 def gate_recall(
-    gate: Gate, teacher: "PreTrainedModel", chunks: Iterable[dict[str, Tensor]], maps: BlockMaps | None = None
+    gate: Gate,
+    teacher: "PreTrainedModel",
+    chunks: Iterable[dict[str, Tensor]],
+    maps: BlockMaps | None = None,
 ) -> dict[str, float]:
-    """Measures the recall of attention mass under top-k selection, by the scores of the gate and of the oracle.
+    """Measures the recall of attention mass under top-k selection, by the scores of the gate and of
+    the oracle.
 
-    ``chunks`` are this rank's items ``{"input_ids": int64 [N]}``; every rank returns the mean over all ranks, in
-    ``recall/gate@0.9``, ``recall/oracle@0.9`` and so on for each of ``RECALL_SPARSITIES``, the mean over layers, and in
-    ``recall/gate@0.9/layer 3`` and so on for each layer. ``maps`` collects the block maps of the last chunk, at the largest
-    sparsity.
+    ``chunks`` are this rank's items ``{"input_ids": int64 [N]}``; every rank returns the mean over
+    all ranks, in ``recall/gate@0.9``, ``recall/oracle@0.9`` and so on for each of
+    ``RECALL_SPARSITIES``, the mean over layers, and in ``recall/gate@0.9/layer 3`` and so on for
+    each layer. ``maps`` collects the block maps of the last chunk, at the largest sparsity.
     """
     recalls = Recalls()
 

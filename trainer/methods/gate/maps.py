@@ -1,4 +1,6 @@
-"""Block maps of a few heads, for pictures in the tracker and the report: true map, gate scores, and the blocks read."""
+"""Block maps of a few heads, for pictures in the tracker and the report: true map, gate scores, and
+the blocks read.
+"""
 
 from dataclasses import dataclass, field
 
@@ -19,8 +21,8 @@ def evenly_spaced(count: int, limit: int) -> list[int]:
 class BlockMaps:
     """Block maps of a few query heads in three layers, collected during forward passes.
 
-    ``maps`` are ``{(layer, head): [true map, gate scores, blocks read]}``, fp32 on the CPU; NaN where no query of the row sees
-    a key.
+    ``maps`` are ``{(layer, head): [true map, gate scores, blocks read]}``, fp32 on the CPU; NaN
+    where no query of the row sees a key.
     """
 
     layers: list[int]  # of which three are drawn
@@ -34,17 +36,25 @@ class BlockMaps:
         return layer in [self.layers[i] for i in evenly_spaced(len(self.layers), 3)]
 
     def add(self, layer: int, visible: Tensor, true: Tensor, gate: Tensor, read: Tensor) -> None:
-        """Stores the maps of a layer if it is one of the three, those of the first sequence of the batch.
+        """Stores the maps of a layer if it is one of the three, those of the first sequence of the
+        batch.
 
-        ``visible``, bool ``[B | 1, 1, Tr, Tc]``, are the blocks that a row may read; ``true``, ``gate`` and ``read``
-        ``[B, Hq | Hkv, Tr, Tc]`` the row-normalized block map, the gate scores and the block mask.
+        ``visible``, bool ``[B | 1, 1, Tr, Tc]``, are the blocks that a row may read; ``true``,
+        ``gate`` and ``read`` ``[B, Hq | Hkv, Tr, Tc]`` the row-normalized block map, the gate
+        scores and the block mask.
         """
         if not self.shows(layer):
             return
         shown = _thumbnail(visible[0, 0].float(), self.side) > 0
         for head in evenly_spaced(self.num_heads, self.heads):
-            head_maps = [each[0, head * each.shape[1] // self.num_heads].float() for each in (true, gate, read)]
-            self.maps[layer, head] = [_thumbnail(each, self.side).masked_fill(~shown, torch.nan).cpu() for each in head_maps]
+            head_maps = [
+                each[0, head * each.shape[1] // self.num_heads].float()
+                for each in (true, gate, read)
+            ]
+            self.maps[layer, head] = [
+                _thumbnail(each, self.side).masked_fill(~shown, torch.nan).cpu()
+                for each in head_maps
+            ]
 
 
 def _thumbnail(blocks: Tensor, limit: int) -> Tensor:

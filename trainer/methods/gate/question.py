@@ -1,7 +1,8 @@
-"""Gate scores combined with the exact attention of a prompt's last queries, which often contain the question.
+"""Gate scores combined with the exact attention of a prompt's last queries, which often contain the
+question.
 
-A gate scores blocks for each row independently, without the question at the end of the prompt. The last queries contain the
-question, and other rows also need the keys that these queries attend to.
+A gate scores blocks for each row independently, without the question at the end of the prompt. The
+last queries contain the question, and other rows also need the keys that these queries attend to.
 """
 
 from dataclasses import dataclass
@@ -17,23 +18,30 @@ from msattn.trainer.methods.last_queries import last_masses, last_positions
 from msattn.trainer.models.layer_attention import LayerInputs
 
 LAST_QUERIES = 64
-COLUMNS = 0.5  # weight of the mean attention of the last queries; 1 finds answers as well and loses more perplexity
+# weight of the mean attention of the last queries; 1 finds answers as well and loses more
+# perplexity
+COLUMNS = 0.5
 
 
 @dataclass(frozen=True)
 class QuestionScores(GateScores):
     """Scores blocks by a gate and by the exact attention of the last queries of a prompt.
 
-    A block's score in a row is the gate's probability or half of the block's share of the attention of the last queries,
-    whichever is larger; rows sum to 1. The row block of the last query gets its exact block map: the largest mass of its
-    queries in each block. A row block that also contains earlier queries gets the maximum of both.
+    A block's score in a row is the gate's probability or half of the block's share of the attention
+    of the last queries, whichever is larger; rows sum to 1. The row block of the last query gets
+    its exact block map: the largest mass of its queries in each block. A row block that also
+    contains earlier queries gets the maximum of both.
 
-    Only the last chunk of a prompt contains the question. Earlier chunks use the gate's probabilities alone; the last chunk
-    uses the attention of its own last queries.
+    Only the last chunk of a prompt contains the question. Earlier chunks use the gate's
+    probabilities alone; the last chunk uses the attention of its own last queries.
     """
 
     method: ClassVar = Method(
-        "gate_question", "gate and question", trained=True, style={"color": "#009E73", "marker": "P"}, other_color="#66C2A5"
+        "gate_question",
+        "gate and question",
+        trained=True,
+        style={"color": "#009E73", "marker": "P"},
+        other_color="#66C2A5",
     )
     last_chunk_needs_keys: ClassVar = True
 
@@ -49,20 +57,29 @@ class QuestionScores(GateScores):
         return scores
 
     def _set_exact_rows(self, x: LayerInputs, scores: Tensor, masses: Tensor) -> None:
-        """Sets the rows of ``scores`` that hold the last queries, of which ``masses [B, Hg, n, Tc]`` are the attention."""
+        """Sets the rows of ``scores`` that hold the last queries, of which
+        ``masses [B, Hg, n, Tc]`` are the attention.
+        """
         n, size = masses.shape[2], self.sizes.queries
         rows = row_span(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
         positions = last_positions(x, n)
         touched = min(scores.shape[2], 1 + -(-(n - 1) // size))
         last_row = rows.last.argmax(1)  # it holds the last query; row blocks after it are empty
         base = (last_row[:, None] - (touched - 1)).clamp(min=0)
-        row = ((positions - rows.first[:, :1]) // size - base).clamp(min=0)  # padded queries, before row 0, have no mass
+        # padded queries, before row 0, have no mass
+        row = ((positions - rows.first[:, :1]) // size - base).clamp(min=0)
         exact = masses.new_zeros(*scores.shape[:2], touched, scores.shape[3])
-        exact = normalize_rows(exact.scatter_reduce_(2, row[:, None, :, None].expand_as(masses), masses, "amax"))
+        exact = normalize_rows(
+            exact.scatter_reduce_(2, row[:, None, :, None].expand_as(masses), masses, "amax")
+        )
         index = base + torch.arange(touched, device=x.q.device)
         whole = rows.first.gather(1, index) >= positions[:, :1]
         index = index[:, None, :, None].expand_as(exact)
-        scores.scatter_(2, index, torch.where(whole[:, None, :, None], exact, scores.gather(2, index).maximum(exact)))
+        scores.scatter_(
+            2,
+            index,
+            torch.where(whole[:, None, :, None], exact, scores.gather(2, index).maximum(exact)),
+        )
 
 
 scorer = QuestionScores

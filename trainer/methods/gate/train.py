@@ -21,7 +21,12 @@ from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import RECALL_SPARSITIES, GateDistiller, gate_recall
 from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.methods.key_thresholds import calibrate_keys
-from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, Allocation, BlockThresholds, calibrate_blocks
+from msattn.trainer.methods.thresholds import (
+    CALIBRATION_CHUNKS,
+    Allocation,
+    BlockThresholds,
+    calibrate_blocks,
+)
 from msattn.trainer.training.checkpoints import describe_last_checkpoint
 from msattn.trainer.training.distributed import init_process_state, rank_shard
 from msattn.trainer.training.loop import fit
@@ -33,16 +38,21 @@ PHASES: dict[str, Any] = {  # the gates, their training and their measurement
     "prefill": (Gate, GateDistiller, gate_recall),
     "decode": (DecodeGate, DecodeGateDistiller, decode_gate_recall),
 }
-MAP_TITLES = ("true block map", "gate scores", f"blocks read at {RECALL_SPARSITIES[-1]:.0%} sparsity")
+MAP_TITLES = (
+    "true block map",
+    "gate scores",
+    f"blocks read at {RECALL_SPARSITIES[-1]:.0%} sparsity",
+)
 
 
 def train_gate(cfg: TrainGateConfig) -> Path:
     """Trains the gates of a model and writes them as an artifact; the job of ``msattn train-gate``.
 
-    Returns ``outputs/<model.name>/<name>/gate``, or ``decode_gate`` with ``gate.phase=decode``. Checkpoints, metrics and
-    pictures of block maps are in the folder of this name below the sibling ``runs``. Raises UserError before training if the
-    artifact exists, the model is not supported or chunks are longer than its positions, and TrainingDiverged, with the last
-    complete checkpoint kept, if a loss is not finite.
+    Returns ``outputs/<model.name>/<name>/gate``, or ``decode_gate`` with ``gate.phase=decode``.
+    Checkpoints, metrics and pictures of block maps are in the folder of this name below the sibling
+    ``runs``. Raises UserError before training if the artifact exists, the model is not supported or
+    chunks are longer than its positions, and TrainingDiverged, with the last complete checkpoint
+    kept, if a loss is not finite.
     """
     folder = cfg.folder / cfg.gate.kind
     artifacts.check_writable(folder, cfg.overwrite)
@@ -50,7 +60,9 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     models.check_length(described.config, cfg.data.seq_len)
     gate = PHASES[cfg.gate.phase][0].build(described.config, cfg.gate)
     init_process_state(models.resolve_device(cfg.device))
-    chunks, heldout = data.training_chunks(cfg.data, described.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS)
+    chunks, heldout = data.training_chunks(
+        cfg.data, described.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS
+    )
     chunks, calibration = chunks.split_off(CALIBRATION_CHUNKS)
     data.warn_of_repeats(cfg.data, chunks, cfg.train.steps * cfg.train.batch_size)
     loaded = described.load()
@@ -58,17 +70,26 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     work = cfg.folder / "runs" / folder.name
     run_name = f"{cfg.model.name}-{folder.name}-{cfg.name}"
     with Tracker.of_job(cfg, "train-gate", folder=work, run_name=run_name) as tracker:
-        if isinstance(gate, Gate) and cfg.gate.target is None and can_choose(cfg.data.seq_len, gate):
-            choose_target(gate, loaded.model, rank_shard(calibration, CALIBRATION_CHUNKS, each_rank=True))
+        if (
+            isinstance(gate, Gate)
+            and cfg.gate.target is None
+            and can_choose(cfg.data.seq_len, gate)
+        ):
+            choose_target(
+                gate, loaded.model, rank_shard(calibration, CALIBRATION_CHUNKS, each_rank=True)
+            )
         metrics = _train(cfg, gate, loaded, chunks, heldout, work, tracker)
         before = gate.cfg
         try:
             _calibrate(cfg, gate, loaded, calibration)
             if gate.cfg != before:  # the recalls in training were those of another weight
-                metrics |= artifacts.without_layers(_evaluate(gate, loaded, heldout, work / "maps", tracker))
+                metrics |= artifacts.without_layers(
+                    _evaluate(gate, loaded, heldout, work / "maps", tracker)
+                )
         except KeyboardInterrupt as stop:
             raise type(stop)(
-                f"stopped after training; resume=true continues; {describe_last_checkpoint(work / 'checkpoints')}"
+                f"stopped after training; resume=true continues; "
+                f"{describe_last_checkpoint(work / 'checkpoints')}"
             ) from stop
         tracker.summary(metrics)
         if PartialState().is_main_process:  # all ranks hold the same gates
@@ -79,11 +100,17 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     return folder
 
 
-def _calibrate(cfg: TrainGateConfig, gate: Gate | DecodeGate, loaded: models.Loaded, chunks: data.Chunks) -> None:
-    """Measures the thresholds of trained gates on ``chunks``; before, unless it is given, chooses the weight of means."""
+def _calibrate(
+    cfg: TrainGateConfig, gate: Gate | DecodeGate, loaded: models.Loaded, chunks: data.Chunks
+) -> None:
+    """Measures the thresholds of trained gates on ``chunks``; before, unless it is given, chooses
+    the weight of means.
+    """
     items = [*rank_shard(chunks, CALIBRATION_CHUNKS, each_rank=True)]
     if isinstance(gate, DecodeGate):
-        gate.thresholds = calibrate_keys(gate, loaded.model, items, **decode_window(cfg.model.presets))
+        gate.thresholds = calibrate_keys(
+            gate, loaded.model, items, **decode_window(cfg.model.presets)
+        )
         return
     if cfg.gate.mean_weight is None and can_choose(cfg.data.seq_len, gate):
         choose_mean_weight(gate, loaded.model, items)
@@ -91,9 +118,14 @@ def _calibrate(cfg: TrainGateConfig, gate: Gate | DecodeGate, loaded: models.Loa
 
 
 def gate_thresholds(
-    gate: Gate, teacher: PreTrainedModel, chunks: Iterable[dict[str, Any]], allocation: Allocation | None = None
+    gate: Gate,
+    teacher: PreTrainedModel,
+    chunks: Iterable[dict[str, Any]],
+    allocation: Allocation | None = None,
 ) -> dict[str, BlockThresholds]:
-    """Returns the thresholds of the scores of a gate for prefill, by name, from :func:`calibrate_blocks`."""
+    """Returns the thresholds of the scores of a gate for prefill, by name, from
+    :func:`calibrate_blocks`.
+    """
     scorers = {name: gate.scorer(name) for name in GATE_SCORES}
     return calibrate_blocks(scorers, teacher, chunks, always=gate.always, allocation=allocation)
 
@@ -107,9 +139,16 @@ def _train(
     work: Path,
     tracker: Tracker,
 ) -> dict[str, Any]:
-    """Trains ``gate`` and returns the metrics of the artifact: losses and recalls over all layers, steps, seconds."""
+    """Trains ``gate`` and returns the metrics of the artifact: losses and recalls over all layers,
+    steps, seconds.
+    """
     identity = artifacts.identity(loaded.fingerprint)
-    settings = {"gate": asdict(gate.cfg), "model": identity, "dtype": cfg.dtype, "data": chunks.fingerprint}
+    settings = {
+        "gate": asdict(gate.cfg),
+        "model": identity,
+        "dtype": cfg.dtype,
+        "data": chunks.fingerprint,
+    }
     _, distiller, _ = PHASES[cfg.gate.phase]
     result = fit(
         distiller(gate, loaded.model),
@@ -123,14 +162,25 @@ def _train(
         extra_settings=settings,
         evaluate=partial(_evaluate, gate, loaded, heldout, work / "maps", tracker),
     )
-    return artifacts.without_layers(result.losses | result.metrics) | {"steps": result.steps, "seconds": result.seconds}
+    return artifacts.without_layers(result.losses | result.metrics) | {
+        "steps": result.steps,
+        "seconds": result.seconds,
+    }
 
 
 def _evaluate(
-    gate: Gate | DecodeGate, loaded: models.Loaded, heldout: data.Chunks, folder: Path, tracker: Tracker
+    gate: Gate | DecodeGate,
+    loaded: models.Loaded,
+    heldout: data.Chunks,
+    folder: Path,
+    tracker: Tracker,
 ) -> dict[str, float]:
-    """Measures the recall of ``gate`` on held-out chunks and writes a picture of block maps into ``folder``."""
-    maps = BlockMaps(models.served_layers(loaded.model.config), models.num_heads(loaded.model.config))
+    """Measures the recall of ``gate`` on held-out chunks and writes a picture of block maps into
+    ``folder``.
+    """
+    maps = BlockMaps(
+        models.served_layers(loaded.model.config), models.num_heads(loaded.model.config)
+    )
     *_, recall = PHASES[gate.phase]
     recalls = recall(gate, loaded.model, rank_shard(heldout, len(heldout)), maps)
     if PartialState().is_main_process:
@@ -151,13 +201,20 @@ def write_gate(
     chunks: data.Chunks,
     metrics: dict[str, Any],
 ) -> None:
-    """Writes the gates of the model ``loaded`` as an artifact; ``cfg`` is the job that trained them on ``chunks``."""
-    served = {"serving": decode_defaults(cfg.model.presets, gate.num_buckets)} if isinstance(gate, DecodeGate) else {}
+    """Writes the gates of the model ``loaded`` as an artifact; ``cfg`` is the job that trained them
+    on ``chunks``.
+    """
+    served = (
+        {"serving": decode_defaults(cfg.model.presets, gate.num_buckets)}
+        if isinstance(gate, DecodeGate)
+        else {}
+    )
     artifacts.write(
         folder,
         kind=gate.cfg.kind,
         tensors=gate.state_dict(),
-        config=asdict(cfg) | ({"gate": asdict(gate.cfg)} if isinstance(cfg, TrainGateConfig) else {}),
+        config=asdict(cfg)
+        | ({"gate": asdict(gate.cfg)} if isinstance(cfg, TrainGateConfig) else {}),
         model=loaded.fingerprint,
         details=gate.details() | served,
         data=chunks.fingerprint,

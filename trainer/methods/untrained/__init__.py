@@ -1,4 +1,6 @@
-"""Methods without training. A file of ``scores`` or ``routers`` is a method, known everywhere by the file's name."""
+"""Methods without training. A file of ``scores`` or ``routers`` is a method, known everywhere by
+the file's name.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -29,7 +29,8 @@ class UntrainedScorer(ABC):
     Parameters
     ----------
     block_size : number of tokens in a block.
-    key_block_size : number of keys in a block, if they are fewer than its queries; None: ``block_size``.
+    key_block_size : number of keys in a block, if they are fewer than its queries; None:
+    ``block_size``.
     """
 
     method: ClassVar[Method]
@@ -45,8 +46,9 @@ class UntrainedScorer(ABC):
     def __call__(self, x: LayerInputs) -> Tensor:
         """Returns the block scores of a layer: fp32 ``[B, Hq, Tr, Tc]``.
 
-        Rows sum to 1 over the :meth:`visible` blocks and are 0 elsewhere (``msattn.normalize_rows``). ``x`` holds the queries
-        ``x.q [B, Hq, N, D]``, the keys ``x.k [B, Hkv, M, D]``, both after RoPE, and the left padding ``x.kv_start [B]``.
+        Rows sum to 1 over the :meth:`visible` blocks and are 0 elsewhere
+        (``msattn.normalize_rows``). ``x`` holds the queries ``x.q [B, Hq, N, D]``, the keys
+        ``x.k [B, Hkv, M, D]``, both after RoPE, and the left padding ``x.kv_start [B]``.
         """
 
     def visible(self, x: LayerInputs) -> Tensor:
@@ -58,22 +60,35 @@ class UntrainedScorer(ABC):
         return row_span(x.num_queries, x.num_keys, self.sizes.queries, x.kv_start, x.q.device)
 
     def first_query(self, x: LayerInputs) -> Tensor | None:
-        """Returns the index of the first query of each sequence that is not padding, int64 ``[B]``; None: 0."""
+        """Returns the index of the first query of each sequence that is not padding, int64 ``[B]``;
+        None: 0.
+        """
         return first_query(x.num_queries, x.num_keys, x.kv_start, x.q.device)
 
 
 def row_chunks(rows: Tensor, width: int) -> tuple[Tensor, ...]:
-    """Splits row blocks ``[B, H, Tr, ...]``, for each of which ``width`` fp32 numbers a head are computed, to save memory."""
+    """Splits row blocks ``[B, H, Tr, ...]``, for each of which ``width`` fp32 numbers a head are
+    computed, to save memory.
+    """
     return rows.split(max(1, CHUNK_BYTES // (4 * rows.shape[0] * rows.shape[1] * width)), dim=2)
 
 
 class UntrainedRouter(Router):
     """A router that is created for a model instead of loaded.
 
-    A query that visits ``p`` buckets reads about ``p / num_buckets`` of the keys. Raises UserError for fewer than one bucket.
+    A query that visits ``p`` buckets reads about ``p / num_buckets`` of the keys. Raises UserError
+    for fewer than one bucket.
     """
 
-    def __init__(self, num_buckets: int, layers: list[int], kv_heads: int, *, head_dim: int = 0, seed: int = 0) -> None:
+    def __init__(
+        self,
+        num_buckets: int,
+        layers: list[int],
+        kv_heads: int,
+        *,
+        head_dim: int = 0,
+        seed: int = 0,
+    ) -> None:
         super().__init__()
         require(num_buckets >= 1, "num_buckets", num_buckets, "expected 1 or more buckets")
         self.num_buckets, self.layers, self.kv_heads = num_buckets, list(layers), kv_heads
@@ -94,8 +109,9 @@ class UntrainedRouter(Router):
 class UntrainedBlocks(UntrainedRouter, BlockRouter):
     """A router of blocks of :data:`BLOCK_SIZE` keys; its number of buckets only defines a unit.
 
-    The number of blocks grows with the sequence, so a query with ``p`` probes reads ``p / num_buckets`` of the far blocks, at
-    least one. This is about the share of the far keys that it reads with other routers.
+    The number of blocks grows with the sequence, so a query with ``p`` probes reads
+    ``p / num_buckets`` of the far blocks, at least one. This is about the share of the far keys
+    that it reads with other routers.
     """
 
     block_size = BLOCK_SIZE

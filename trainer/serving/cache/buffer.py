@@ -8,10 +8,11 @@ STEP = 256  # capacities are multiples of it
 
 
 class Buffer:
-    """A tensor ``[B, H, length, ...]`` in memory with free positions, so that appending writes only new values.
+    """A tensor ``[B, H, length, ...]`` in memory with free positions, so that appending writes only
+    new values.
 
-    The address of ``memory [B, H, capacity, ...]``, None before the first token, changes only in :meth:`reserve` and if the
-    number of rows changes.
+    The address of ``memory [B, H, capacity, ...]``, None before the first token, changes only in
+    :meth:`reserve` and if the number of rows changes.
     """
 
     def __init__(self, filled: Tensor | None = None, length: int | None = None) -> None:
@@ -27,10 +28,14 @@ class Buffer:
         return 0 if self.memory is None else self.memory.shape[2]
 
     def reserve(self, end: int, like: Tensor) -> None:
-        """Makes room for ``end`` positions; new memory has the shape of ``like [B, H, N, ...]`` otherwise."""
+        """Makes room for ``end`` positions; new memory has the shape of ``like [B, H, N, ...]``
+        otherwise.
+        """
         held = self.memory if self.length or _is_alike(self.memory, like) else None
         # A tensor of inference mode cannot be written outside of it.
-        writable = held is not None and (torch.is_inference_mode_enabled() or not held.is_inference())
+        writable = held is not None and (
+            torch.is_inference_mode_enabled() or not held.is_inference()
+        )
         if writable and end <= self.capacity:
             return
         with torch.inference_mode(False):
@@ -53,17 +58,27 @@ class Buffer:
         filled = self.memory[:, :, : self.length]
         with torch.inference_mode(False):
             selected = filled.index_select(0, rows.to(filled.device))
-        if len(selected) == len(filled) and (torch.is_inference_mode_enabled() or not self.memory.is_inference()):
+        if len(selected) == len(filled) and (
+            torch.is_inference_mode_enabled() or not self.memory.is_inference()
+        ):
             filled.copy_(selected)
         else:
             self.memory = selected
 
 
 def _is_alike(held: Tensor | None, new: Tensor) -> bool:
-    """Returns True if empty memory fits ``new``; memory for another batch or dtype is allocated again."""
-    return held is not None and (held.dtype, held.device, held[:, :, :0].shape) == (new.dtype, new.device, new[:, :, :0].shape)
+    """Returns True if empty memory fits ``new``; memory for another batch or dtype is allocated
+    again.
+    """
+    return held is not None and (held.dtype, held.device, held[:, :, :0].shape) == (
+        new.dtype,
+        new.device,
+        new[:, :, :0].shape,
+    )
 
 
 def grown_capacity(end: int) -> int:
-    """Returns the capacity of memory that is allocated for ``end`` positions: at least an eighth of it is free."""
+    """Returns the capacity of memory that is allocated for ``end`` positions: at least an eighth of
+    it is free.
+    """
     return -(-(end + max(MIN_FREE, end // 8)) // STEP) * STEP

@@ -1,7 +1,8 @@
 """Layers of a KV cache that keep keys in buckets (SAAP, arXiv 2502.08246, section 5), or in blocks.
 
-The bucket of a key never changes. The bucket index that the kernel reads is rebuilt every ``rebuild_every`` tokens; until then
-newer keys belong to the dense window, so that no key is lost and none is counted twice.
+The bucket of a key never changes. The bucket index that the kernel reads is rebuilt every
+``rebuild_every`` tokens; until then newer keys belong to the dense window, so that no key is lost
+and none is counted twice.
 """
 
 import copy
@@ -30,15 +31,16 @@ ASSIGNED_AT_ONCE = 65536  # keys; bounds the memory of keys before RoPE
 class GrowingLayer(DynamicLayer):
     """Keys and values of one layer, for inference, in buffers with free positions.
 
-    Appending a token writes only that token, whereas DynamicLayer copies the whole cache. The buffers hold keys after RoPE, and
-    values, ``[B, Hkv, M, D]``.
+    Appending a token writes only that token, whereas DynamicLayer copies the whole cache. The
+    buffers hold keys after RoPE, and values, ``[B, Hkv, M, D]``.
     """
 
     max_cache_len: int | None = None  # tokens that the static layer before it had room for
 
     def __init__(self) -> None:
         self.key_buffer, self.value_buffer = Buffer(), Buffer()
-        self.pooled: dict[tuple[str | int, ...], PooledKeys] = {}  # keyed by poolings and block size
+        # keyed by poolings and block size
+        self.pooled: dict[tuple[str | int, ...], PooledKeys] = {}
         super().__init__()
 
     @property
@@ -68,23 +70,34 @@ class GrowingLayer(DynamicLayer):
         self.is_initialized = False
 
     def take_over(self, layer: DynamicLayer | StaticLayer) -> None:
-        """Takes over another layer's keys and values without copying them, and the capacity of a static layer."""
+        """Takes over another layer's keys and values without copying them, and the capacity of a
+        static layer.
+        """
         self.max_cache_len = getattr(layer, "max_cache_len", None)
         if not layer.is_initialized:
             return
         self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
         length = int(layer.get_seq_length())
-        self.key_buffer, self.value_buffer = Buffer(layer.keys, length), Buffer(layer.values, length)
+        self.key_buffer, self.value_buffer = (
+            Buffer(layer.keys, length),
+            Buffer(layer.values, length),
+        )
 
-    def pool_keys(self, pools: Sequence[str], block_size: int, x: LayerInputs, rotation: Rotation | None) -> Tensor:
-        """Returns the pooled keys of all blocks; see :meth:`PooledKeys.update`. Gates with equal poolings share them."""
+    def pool_keys(
+        self, pools: Sequence[str], block_size: int, x: LayerInputs, rotation: Rotation | None
+    ) -> Tensor:
+        """Returns the pooled keys of all blocks; see :meth:`PooledKeys.update`. Gates with equal
+        poolings share them.
+        """
         kind = (*pools, block_size)
         if kind not in self.pooled:
             self.pooled[kind] = PooledKeys(pools, block_size)
         return self.pooled[kind].update(x, rotation)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last ``-tokens_to_remove`` tokens; UserError for a positive number, which had another meaning once."""
+        """Removes the last ``-tokens_to_remove`` tokens; UserError for a positive number, which had
+        another meaning once.
+        """
         change = int(tokens_to_remove)  # assisted decoding gives a tensor
         if change > 0:
             raise UserError(f"crop({change}): expected a negative number, of tokens to remove")
@@ -103,15 +116,21 @@ class GrowingLayer(DynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row ``repeats`` times."""
         if self.key_buffer.memory is not None:
-            self.batch_select_indices(torch.arange(len(self.key_buffer.memory)).repeat_interleave(repeats))
+            self.batch_select_indices(
+                torch.arange(len(self.key_buffer.memory)).repeat_interleave(repeats)
+            )
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Replaces the rows by the rows ``indices``."""
         for state in (self.key_buffer, self.value_buffer, *self.pooled.values()):
             state.select_rows(indices)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends keys and values ``[B, Hkv, N, D]`` and returns all of them ``[B, Hkv, M, D]``; keys are after RoPE."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Appends keys and values ``[B, Hkv, N, D]`` and returns all of them ``[B, Hkv, M, D]``;
+        keys are after RoPE.
+        """
         self.reserve(key_states, value_states)
         self.key_buffer.append(key_states)
         self.value_buffer.append(value_states)
@@ -120,7 +139,9 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def reserve(self, keys: Tensor, values: Tensor) -> None:
-        """Makes room for new tokens ``[B, Hkv, N, D]``, whose keys and values a kernel will write."""
+        """Makes room for new tokens ``[B, Hkv, N, D]``, whose keys and values a kernel will
+        write.
+        """
         for buffer, new in ((self.key_buffer, keys), (self.value_buffer, values)):
             _check_kind(buffer, new)
             buffer.reserve(buffer.length + new.shape[2], new)
@@ -140,11 +161,17 @@ class GrowingLayer(DynamicLayer):
     def addresses(self) -> tuple[int, ...]:
         """Returns the addresses and sizes of the memory that a captured step reads and writes."""
         buffers = (self.key_buffer, self.value_buffer)
-        return tuple(x for each in buffers if each.memory is not None for x in (each.memory.data_ptr(), each.capacity))
+        return tuple(
+            x
+            for each in buffers
+            if each.memory is not None
+            for x in (each.memory.data_ptr(), each.capacity)
+        )
 
 
 class BucketLayer(GrowingLayer):
-    """Keys, values and buckets of one layer, for inference; the bucket index is rebuilt every ``rebuild_every`` tokens.
+    """Keys, values and buckets of one layer, for inference; the bucket index is rebuilt every
+    ``rebuild_every`` tokens.
 
     ``partition`` gives keys their buckets: a router, or the k-means of a query classifier.
     """
@@ -157,13 +184,16 @@ class BucketLayer(GrowingLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.bucket_buffer = Buffer()  # int32 [B, Hkv, M], the bucket of each key that has one; -1 for padding
+        # int32 [B, Hkv, M], the bucket of each key that has one; -1 for padding
+        self.bucket_buffer = Buffer()
         self._order = Buffer()
         self._offsets: Tensor | None = None
         self._sizes: Tensor | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "BucketLayer":
-        """Copies everything except the partition, e.g. for a prefix that several conversations share."""
+        """Copies everything except the partition, e.g. for a prefix that several conversations
+        share.
+        """
         memo[id(self.partition)] = self.partition
         twin = copy.copy(self)
         vars(twin).update(copy.deepcopy(vars(self), memo))
@@ -176,12 +206,16 @@ class BucketLayer(GrowingLayer):
 
     @property
     def summaries(self) -> Tensor | None:
-        """Summaries of the buckets ``[B, Hkv, P, S]``, with free positions; None if there are none."""
+        """Summaries of the buckets ``[B, Hkv, P, S]``, with free positions; None if there are
+        none.
+        """
         return None
 
     @property
     def index(self) -> BucketIndex:
-        """The bucket index of keys ``[0, indexed)``; its ``order`` has free positions. RuntimeError without keys."""
+        """The bucket index of keys ``[0, indexed)``; its ``order`` has free positions. RuntimeError
+        without keys.
+        """
         if self._offsets is None:
             self._store_empty_index()
         assert self._offsets is not None
@@ -197,16 +231,24 @@ class BucketLayer(GrowingLayer):
         return self._sizes
 
     def assign(self, x: LayerInputs, rotation: Rotation | None = None) -> None:
-        """Assigns buckets; builds the index first, after a prompt, and when ``rebuild_every`` or more keys are missing.
+        """Assigns buckets; builds the index first, after a prompt, and when ``rebuild_every`` or
+        more keys are missing.
 
-        Must be called once after each update. Keys before ``x.kv_start`` (left padding) get bucket -1. With the model's
-        ``rotation``, keys of earlier passes are recovered from the cache, so they get buckets only when the index needs them;
-        this assumes consecutive positions in a sequence. Without it every pass must assign its own keys, otherwise KeysNotKnown
-        is raised.
+        Must be called once after each update. Keys before ``x.kv_start`` (left padding) get bucket
+        -1. With the model's ``rotation``, keys of earlier passes are recovered from the cache, so
+        they get buckets only when the index needs them; this assumes consecutive positions in a
+        sequence. Without it every pass must assign its own keys, otherwise KeysNotKnown is raised.
         """
-        start, num_new, num_keys = self.bucket_buffer.length, x.k_nope.shape[2], self.get_seq_length()
+        start, num_new, num_keys = (
+            self.bucket_buffer.length,
+            x.k_nope.shape[2],
+            self.get_seq_length(),
+        )
         if start + num_new > num_keys:  # keys were assigned to the layer, which crop does not see
-            raise RuntimeError(f"assign: {start} keys have buckets, {num_new} are new, but layer {x.layer} holds {num_keys}")
+            raise RuntimeError(
+                f"assign: {start} keys have buckets, {num_new} are new, but layer {x.layer} holds "
+                f"{num_keys}"
+            )
         due = self._is_due(num_new)
         if rotation is not None and not due:
             return
@@ -228,7 +270,9 @@ class BucketLayer(GrowingLayer):
 
     def _buckets(self, x: LayerInputs, rotation: Rotation | None, first: int, end: int) -> Tensor:
         """Returns the buckets of the keys at positions ``first`` to ``end - 1``, -1 for padding."""
-        buckets: Tensor = self.partition.assign(x.layer, keys_before_rope(x, first, rotation, end), x.k[:, :, first:end])
+        buckets: Tensor = self.partition.assign(
+            x.layer, keys_before_rope(x, first, rotation, end), x.k[:, :, first:end]
+        )
         if x.kv_start is None:
             return buckets
         positions = torch.arange(first, end, device=buckets.device)
@@ -252,17 +296,22 @@ class BucketLayer(GrowingLayer):
         self._keep_offsets(offsets)
 
     def _keep_offsets(self, offsets: Tensor) -> None:
-        """Stores the index offsets and bucket sizes, in the same memory as before if their shape is unchanged."""
+        """Stores the index offsets and bucket sizes, in the same memory as before if their shape is
+        unchanged.
+        """
         sizes = offsets.diff(dim=-1)
         if self._offsets is None or self._sizes is None or self._offsets.shape != offsets.shape:
-            with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
+            # a tensor of inference mode could not be written outside of it
+            with torch.inference_mode(False):
                 self._offsets, self._sizes = offsets.clone(), sizes.clone()
         else:
             self._offsets.copy_(offsets)
             self._sizes.copy_(sizes)
 
     def window(self, recent: int) -> int:
-        """Returns the length of the dense window: ``recent``, or the number of keys not yet in the index if that is larger."""
+        """Returns the length of the dense window: ``recent``, or the number of keys not yet in the
+        index if that is larger.
+        """
         return max(recent, self.get_seq_length() - self.indexed)
 
     def _set_length(self, length: int) -> None:
@@ -285,13 +334,17 @@ class BucketLayer(GrowingLayer):
             self._keep_offsets(self._offsets.index_select(0, indices.to(self._offsets.device)))
 
     def addresses(self) -> tuple[int, ...]:
-        return (*super().addresses(), *(x for part in (*self.index, self.sizes) for x in (part.data_ptr(), part.shape[2])))
+        return (
+            *super().addresses(),
+            *(x for part in (*self.index, self.sizes) for x in (part.data_ptr(), part.shape[2])),
+        )
 
 
 class BlockLayer(BucketLayer):
     """A :class:`BucketLayer` whose buckets are blocks, with a summary of each block.
 
-    Each time the index is built, the summaries of all its blocks are computed again. Newer keys belong to the dense window.
+    Each time the index is built, the summaries of all its blocks are computed again. Newer keys
+    belong to the dense window.
     """
 
     def reset(self) -> None:
@@ -309,21 +362,31 @@ class BlockLayer(BucketLayer):
         super().assign(x, rotation)
 
     def _buckets(self, x: LayerInputs, rotation: Rotation | None, first: int, end: int) -> Tensor:
-        return block_of_keys(first, end, x.kv_start, self.partition.block_size, x.k.device).expand(*x.k.shape[:2], -1)
+        return block_of_keys(first, end, x.kv_start, self.partition.block_size, x.k.device).expand(
+            *x.k.shape[:2], -1
+        )
 
     def _rebuild_index(self, x: LayerInputs, rotation: Rotation | None) -> None:
         """Builds index and summaries of all keys."""
         x = replace(x, prompt_keys=self._prompt_keys)
         if self.partition.pools:
-            x = replace(x, pooled_keys=self.pool_keys(self.partition.pools, self.partition.block_size, x, rotation))
+            x = replace(
+                x,
+                pooled_keys=self.pool_keys(
+                    self.partition.pools, self.partition.block_size, x, rotation
+                ),
+            )
         self._summaries.length = 0
         self._summaries.append(self.partition.summarize(x))
         self.num_buckets = self._summaries.capacity
         super()._rebuild_index(x, rotation)
 
     def _still_indexed(self, length: int) -> int:
-        """Leaves out the blocks that contain a key at or after position ``length``, since summaries cover whole blocks."""
-        return max(0, length - self.partition.block_size + 1)  # the block of an earlier key ends before position length
+        """Leaves out the blocks that contain a key at or after position ``length``, since summaries
+        cover whole blocks.
+        """
+        # the block of an earlier key ends before position length
+        return max(0, length - self.partition.block_size + 1)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)
@@ -331,19 +394,24 @@ class BlockLayer(BucketLayer):
 
     def addresses(self) -> tuple[int, ...]:
         summaries = self.summaries
-        return (*super().addresses(), *(() if summaries is None else (summaries.data_ptr(), summaries.shape[2])))
+        return (
+            *super().addresses(),
+            *(() if summaries is None else (summaries.data_ptr(), summaries.shape[2])),
+        )
 
 
 class ClusterLayer(BlockLayer):
     """A :class:`BlockLayer` whose buckets are clusters of keys, with the mean key of each.
 
-    Clusters are formed from keys after RoPE, which the cache holds. So a key gets its cluster when the index is built, with or
-    without a ``rotation``, and stays in it. The mean of a cluster is computed once: a new index adds the means of new clusters,
-    and cropping does not change means.
+    Clusters are formed from keys after RoPE, which the cache holds. So a key gets its cluster when
+    the index is built, with or without a ``rotation``, and stays in it. The mean of a cluster is
+    computed once: a new index adds the means of new clusters, and cropping does not change means.
     """
 
     def assign(self, x: LayerInputs, rotation: Rotation | None = None) -> None:
-        """Clusters new keys and builds the index, in the passes in which :meth:`BucketLayer.assign` builds it."""
+        """Clusters new keys and builds the index, in the passes in which :meth:`BucketLayer.assign`
+        builds it.
+        """
         if self._is_due(x.k_nope.shape[2]):
             super().assign(x, rotation)
 
@@ -368,6 +436,8 @@ def _check_kind(held: Buffer, new: Tensor) -> None:
     x = held.filled
     if x is None or held.length == 0:
         return
-    if x.device != new.device or (x.dtype != new.dtype and not torch.is_autocast_enabled(new.device.type)):
+    if x.device != new.device or (
+        x.dtype != new.dtype and not torch.is_autocast_enabled(new.device.type)
+    ):
         there, here = f"{x.dtype} on {x.device}", f"{new.dtype} on {new.device}"
         raise UserError(f"past_key_values: it holds {there}; expected {here}, as in this pass")

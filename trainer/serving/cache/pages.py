@@ -1,7 +1,7 @@
 """The additional state of a paged cache: buckets of keys, and pooled keys for gates.
 
-It belongs to slots, not to requests. So requests that share a prefix also share its state, and a preempted request finds it
-again. Only when a page is copied must its state be copied as well.
+It belongs to slots, not to requests. So requests that share a prefix also share its state, and a
+preempted request finds it again. Only when a page is copied must its state be copied as well.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,7 +25,8 @@ class PromptChunk(NamedTuple):
     keys: int  # including the new tokens
     table: Tensor  # int32 [pages]
     pooled: int  # leading blocks whose pooled keys are known before the pass
-    blocks: Tensor  # int64 [n], its whole blocks by their number among those of all pages; none without a gate
+    # int64 [n], its whole blocks by their number among those of all pages; none without a gate
+    blocks: Tensor
     ends_prompt: bool  # no other chunk of the prompt follows
 
     @property
@@ -37,11 +38,12 @@ class PromptChunk(NamedTuple):
 class PagedState:
     """State of the slots of one cache, for passes of at most ``requests`` sequences.
 
-    ``caches`` holds keys and values by layer: views ``[P, page_size, Hkv, D]``, each with a contiguous last dimension. Keys of
-    ``bucket_layers`` get ``buckets``, int16 ``[P, page_size, Hkv]``. With a gate of configuration ``gate``, ``gated_layers``
-    keep ``pooled`` keys of whole blocks, fp32 ``[P, page_size / block, Hkv, len(pools) * D]``;
-    ``is_pooled``, bool ``[P, page_size / block]``, is True for the blocks whose pooled keys are there, in every layer. With
-    ``num_buckets``, ``sizes`` counts the keys of each bucket.
+    ``caches`` holds keys and values by layer: views ``[P, page_size, Hkv, D]``, each with a
+    contiguous last dimension. Keys of ``bucket_layers`` get ``buckets``, int16
+    ``[P, page_size, Hkv]``. With a gate of configuration ``gate``, ``gated_layers`` keep ``pooled``
+    keys of whole blocks, fp32 ``[P, page_size / block, Hkv, len(pools) * D]``; ``is_pooled``, bool
+    ``[P, page_size / block]``, is True for the blocks whose pooled keys are there, in every layer.
+    With ``num_buckets``, ``sizes`` counts the keys of each bucket.
     """
 
     def __init__(
@@ -69,7 +71,9 @@ class PagedState:
             if gate is not None:
                 blocks, width = self.page_size // gate.sizes.keys, len(gate.cached_pools) * size
                 of_blocks = (pages, blocks, self.kv_heads, width)
-                self.pooled = {layer: torch.zeros(of_blocks, device=keys.device) for layer in gated_layers}
+                self.pooled = {
+                    layer: torch.zeros(of_blocks, device=keys.device) for layer in gated_layers
+                }
                 self.is_pooled = torch.zeros(pages, blocks, dtype=torch.bool, device=keys.device)
             self.last_pooled = max(self.pooled, default=-1)
 
@@ -84,35 +88,47 @@ class PagedState:
         self.caches, self.buckets, self.pooled, self.sizes = {}, {}, {}, None
 
     def leading_pooled(self, table: Tensor) -> Tensor:
-        """Returns the number of leading blocks of each sequence whose pooled keys are there: int64 ``[B]``."""
+        """Returns the number of leading blocks of each sequence whose pooled keys are there: int64
+        ``[B]``.
+        """
         return self.is_pooled[table.long()].flatten(1).cumprod(1).sum(1)
 
     def mark_pooled(self, blocks: Tensor, *, pooled: bool) -> None:
         """Records whether the pooled keys of ``blocks``, numbered through all pages, are available.
 
-        An assignment by an index would copy the value from the host, which a CUDA graph cannot capture.
+        An assignment by an index would copy the value from the host, which a CUDA graph cannot
+        capture.
         """
         self.is_pooled.view(-1).index_fill_(0, blocks, pooled)
 
     def whole_blocks(self, table: Tensor, keys: int) -> Tensor:
-        """Returns the whole blocks of a sequence by their number among those of all pages: int64 ``[keys // block_size]``."""
-        blocks, per_page = torch.arange(keys // self.block_size, device=table.device), self.page_size // self.block_size
+        """Returns the whole blocks of a sequence by their number among those of all pages: int64
+        ``[keys // block_size]``.
+        """
+        blocks, per_page = (
+            torch.arange(keys // self.block_size, device=table.device),
+            self.page_size // self.block_size,
+        )
         return table[blocks // per_page].long() * per_page + blocks % per_page
 
     def keys(self, layer: int, table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
-        """Returns copies of the keys and values at positions ``first`` to ``end - 1`` of a sequence: ``[1, Hkv, n, D]``."""
+        """Returns copies of the keys and values at positions ``first`` to ``end - 1`` of a
+        sequence: ``[1, Hkv, n, D]``.
+        """
         head = first // self.page_size
         pages = table[head : -(-end // self.page_size)].long()
         span = slice(first - head * self.page_size, end - head * self.page_size)
-        keys, values = (x[pages].flatten(0, 1)[span].transpose(0, 1)[None] for x in self.caches[layer])
+        keys, values = (
+            x[pages].flatten(0, 1)[span].transpose(0, 1)[None] for x in self.caches[layer]
+        )
         return keys, values
 
     def pool_keys(self, x: LayerInputs, prompt: PromptChunk, rotation: Rotation | None) -> Tensor:
         """Returns the pooled keys of all blocks of a sequence, and keeps those of whole blocks.
 
-        They are fp32 ``[1, Hkv, Tc, len(pools) * D]``. Keys that are not pooled yet are the keys of this pass before RoPE, and
-        cached keys (of the unfinished block and of decoded tokens), which are recovered by inverting their rotation. ``x.k``
-        are the keys of this pass.
+        They are fp32 ``[1, Hkv, Tc, len(pools) * D]``. Keys that are not pooled yet are the keys of
+        this pass before RoPE, and cached keys (of the unfinished block and of decoded tokens),
+        which are recovered by inverting their rotation. ``x.k`` are the keys of this pass.
         """
         assert self.gate is not None
         size, held = self.block_size, self.pooled[x.layer].flatten(0, 1)
@@ -122,7 +138,9 @@ class PagedState:
             rotated = torch.cat([older, rotated], dim=2)
             if x.rotates:
                 assert rotation is not None
-                older = rotation.invert(older, torch.arange(prompt.pooled * size, cached, device=older.device)[None])
+                older = rotation.invert(
+                    older, torch.arange(prompt.pooled * size, cached, device=older.device)[None]
+                )
             tail = torch.cat([older, tail], dim=2)
         new = pool_keys(self.gate.cached_pools, tail, rotated, block_size=size)
         known, added = prompt.blocks[: prompt.pooled], prompt.blocks[prompt.pooled :]
@@ -131,14 +149,19 @@ class PagedState:
 
 
 class AllocatedState(PagedState):
-    """State of transformers' ``PagedAttentionCache``, in which the pages of all layers with the same number form a block."""
+    """State of transformers' ``PagedAttentionCache``, in which the pages of all layers with the
+    same number form a block.
+    """
 
     def __init__(self, cache: Any, **options: Any) -> None:
         (allocator,) = cache.cache_allocators.values()
         self.allocator = allocator
-        self.slots_of_page = allocator.block_physical_stride  # between the first slots of two pages, in a layer's view
-        self.pages_of_layers = 2 * len(allocator.layer_indices)  # keys and values of a layer are pages of their own
-        self.free_page = allocator.write_trash_index // self.slots_of_page  # no sequence owns it; padded tokens write it
+        # between the first slots of two pages, in a layer's view
+        self.slots_of_page = allocator.block_physical_stride
+        # keys and values of a layer are pages of their own
+        self.pages_of_layers = 2 * len(allocator.layer_indices)
+        # no sequence owns it; padded tokens write it
+        self.free_page = allocator.write_trash_index // self.slots_of_page
         caches = {layer: self._views(layer) for layer in allocator.layer_indices}
         super().__init__(caches, **options)
         self._copy = allocator.copy_blocks
@@ -154,7 +177,13 @@ class AllocatedState(PagedState):
         return keys[:: self.pages_of_layers], values[:: self.pages_of_layers]
 
     def _copy_blocks(self, source: list[int], target: list[int], *args: Any, **kwargs: Any) -> None:
-        """Copies pages with their state, for transformers: a request that forks gets a copy of its last page."""
+        """Copies pages with their state, for transformers: a request that forks gets a copy of its
+        last page.
+        """
         self._copy(source, target, *args, **kwargs)
-        for state in (*self.buckets.values(), *self.pooled.values(), *([self.is_pooled] if self.pooled else [])):
+        for state in (
+            *self.buckets.values(),
+            *self.pooled.values(),
+            *([self.is_pooled] if self.pooled else []),
+        ):
             state[target] = state[source]

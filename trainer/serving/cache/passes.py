@@ -1,8 +1,10 @@
-"""A forward pass over the pages of many sequences: their pages and lengths, and the slots of new keys.
+"""A forward pass over the pages of many sequences: their pages and lengths, and the slots of new
+keys.
 
-transformers describes a pass in one of two ways. With a block table every sequence has one new token, the attention function
-writes its key, and all lengths stay on the device, as in a CUDA graph. Otherwise the pass lists the slots to write, and the
-slots of all keys of all sequences one after another.
+transformers describes a pass in one of two ways. With a block table every sequence has one new
+token, the attention function writes its key, and all lengths stay on the device, as in a CUDA
+graph. Otherwise the pass lists the slots to write, and the slots of all keys of all sequences one
+after another.
 """
 
 from collections import defaultdict
@@ -27,15 +29,19 @@ class Sequences:
     table: Tensor  # int32 [B, pages]
     kv_len: Tensor  # int32 [B]
     longest: int | None  # number of keys; None where it is only on the device
-    window: int | Tensor | None = None  # last keys that each reads, which the first routed layer computes for all
-    counted_len: Tensor | None = None  # int32 [B], keys that the kept sizes of buckets include; None: they are not kept
+    # last keys that each reads, which the first routed layer computes for all
+    window: int | Tensor | None = None
+    # int32 [B], keys that the kept sizes of buckets include; None: they are not kept
+    counted_len: Tensor | None = None
 
 
 @dataclass
 class Prompts:
-    """Sequences with several new tokens that one operation serves: all dense ones, or sparse ones of similar sizes.
+    """Sequences with several new tokens that one operation serves: all dense ones, or sparse ones
+    of similar sizes.
 
-    A joint block mask is then less than 4 times as large as their separate masks, apart from the rest of a page.
+    A joint block mask is then less than 4 times as large as their separate masks, apart from the
+    rest of a page.
     """
 
     tokens: Rows  # a slice where they follow one another
@@ -58,7 +64,10 @@ class PagedPass:
 
     @classmethod
     def from_arguments(
-        cls, state: AllocatedState, arguments: dict[str, Any], is_sparse: Callable[[PromptChunk], bool]
+        cls,
+        state: AllocatedState,
+        arguments: dict[str, Any],
+        is_sparse: Callable[[PromptChunk], bool],
     ) -> "PagedPass":
         """Returns the pass that transformers describes in the arguments of a decoder."""
         allocator = state.allocator
@@ -70,7 +79,9 @@ class PagedPass:
         slots = write if len(read) == 0 else read
         table, cu_queries = _table(state, kv_len, longest, slots), arguments["cu_seq_lens_q"]
         pages, offsets = write // state.slots_of_page, write % state.slots_of_page
-        return cls.from_tables(state, pages, offsets, table, cu_queries, kv_len, is_sparse, arguments["logits_indices"])
+        return cls.from_tables(
+            state, pages, offsets, table, cu_queries, kv_len, is_sparse, arguments["logits_indices"]
+        )
 
     @classmethod
     def from_tables(
@@ -84,24 +95,43 @@ class PagedPass:
         is_sparse: Callable[[PromptChunk], bool],
         answered: Tensor | None = None,
     ) -> "PagedPass":
-        """Returns a pass over any number of tokens of each sequence, whose pages are in ``table [B, pages]``.
+        """Returns a pass over any number of tokens of each sequence, whose pages are in
+        ``table [B, pages]``.
 
-        ``cu_queries [B + 1]`` are the first tokens of the sequences, ``kv_len [B]`` their numbers of keys, ``answered`` the
-        tokens after which new ones follow; without it, every chunk counts as the last one of its prompt.
+        ``cu_queries [B + 1]`` are the first tokens of the sequences, ``kv_len [B]`` their numbers
+        of keys, ``answered`` the tokens after which new ones follow; without it, every chunk counts
+        as the last one of its prompt.
         """
         known = state.leading_pooled(table) if state.pooled else torch.zeros_like(kv_len)
-        ends = torch.ones_like(kv_len) if answered is None else torch.isin(cu_queries[1:] - 1, answered)
-        numbers = torch.stack([each.long() for each in (cu_queries[:-1], cu_queries.diff(), kv_len, known, ends)]).T
+        ends = (
+            torch.ones_like(kv_len)
+            if answered is None
+            else torch.isin(cu_queries[1:] - 1, answered)
+        )
+        numbers = torch.stack(
+            [each.long() for each in (cu_queries[:-1], cu_queries.diff(), kv_len, known, ends)]
+        ).T
         prompts, decoded = [], list[tuple[int, int, int]]()
-        for row, (first, queries, keys, pooled, last) in enumerate(numbers.tolist()):  # waits for the device
+        # waits for the device
+        for row, (first, queries, keys, pooled, last) in enumerate(numbers.tolist()):
             if queries == 1:
                 decoded.append((row, first, keys))
             elif queries:  # others are padding
-                prompts.append((row, _prompt(state, table[row], first, queries, keys, pooled, last)))
-        return cls(state, pages, offsets, _decoded(decoded, table, kv_len), _groups(prompts, kv_len, is_sparse))
+                prompts.append(
+                    (row, _prompt(state, table[row], first, queries, keys, pooled, last))
+                )
+        return cls(
+            state,
+            pages,
+            offsets,
+            _decoded(decoded, table, kv_len),
+            _groups(prompts, kv_len, is_sparse),
+        )
 
     @classmethod
-    def _from_block_table(cls, state: AllocatedState, block_table: Tensor, kv_len: Tensor) -> "PagedPass":
+    def _from_block_table(
+        cls, state: AllocatedState, block_table: Tensor, kv_len: Tensor
+    ) -> "PagedPass":
         """Returns a pass over one token of each sequence; sequences without a key are padding."""
         longest = None if kv_len.is_cuda else int(kv_len.max())
         width = block_table.shape[1] if longest is None else -(-longest // state.page_size)
@@ -114,27 +144,41 @@ class PagedPass:
 
 
 def _table(state: AllocatedState, kv_len: Tensor, longest: int, slots: Tensor) -> Tensor:
-    """Returns the pages of each sequence, int32 ``[B, pages]``, from the ``slots`` of all of their keys."""
+    """Returns the pages of each sequence, int32 ``[B, pages]``, from the ``slots`` of all of their
+    keys.
+    """
     size, ends = state.page_size, kv_len.long().cumsum(0)
     logical = size * torch.arange(-(-longest // size), device=slots.device)
     first_slots = (ends - kv_len)[:, None] + logical
     return (slots[first_slots.clamp(max=len(slots) - 1)] // state.slots_of_page).int()
 
 
-def _prompt(state: PagedState, table: Tensor, first: int, queries: int, keys: int, pooled: int, last: int) -> PromptChunk:
-    """Returns a sequence with several new tokens; of its cached keys only whole blocks may be pooled."""
+def _prompt(
+    state: PagedState, table: Tensor, first: int, queries: int, keys: int, pooled: int, last: int
+) -> PromptChunk:
+    """Returns a sequence with several new tokens; of its cached keys only whole blocks may be
+    pooled.
+    """
     pages = table[: -(-keys // state.page_size)]
     if state.gate is None:
         return PromptChunk(first, queries, keys, pages, 0, pages[:0], bool(last))
     pooled = min(pooled, (keys - queries) // state.block_size)
-    return PromptChunk(first, queries, keys, pages, pooled, state.whole_blocks(pages, keys), bool(last))
+    return PromptChunk(
+        first, queries, keys, pages, pooled, state.whole_blocks(pages, keys), bool(last)
+    )
 
 
-def _groups(prompts: list[tuple[int, PromptChunk]], kv_len: Tensor, is_sparse: Callable[[PromptChunk], bool]) -> list[Prompts]:
-    """Returns sequences with several new tokens in groups whose numbers of queries, and of keys, have as many binary digits."""
+def _groups(
+    prompts: list[tuple[int, PromptChunk]], kv_len: Tensor, is_sparse: Callable[[PromptChunk], bool]
+) -> list[Prompts]:
+    """Returns sequences with several new tokens in groups whose numbers of queries, and of keys,
+    have as many binary digits.
+    """
     groups = defaultdict[tuple[int, int] | None, list[tuple[int, PromptChunk]]](list)
     for number, item in prompts:
-        groups[(item.queries.bit_length(), item.keys.bit_length()) if is_sparse(item) else None].append((number, item))
+        groups[
+            (item.queries.bit_length(), item.keys.bit_length()) if is_sparse(item) else None
+        ].append((number, item))
     return [_group(members, kv_len, sparse=size is not None) for size, members in groups.items()]
 
 
@@ -154,8 +198,12 @@ def _tokens(items: list[PromptChunk], device: torch.device) -> Rows:
 
 
 def _decoded(rows: list[tuple[int, int, int]], table: Tensor, kv_len: Tensor) -> Sequences | None:
-    """Returns the sequences with one new token, by row, token and number of keys; None if there are none."""
+    """Returns the sequences with one new token, by row, token and number of keys; None if there are
+    none.
+    """
     if not rows:
         return None
     numbers, tokens, keys = map(list, zip(*rows, strict=True))
-    return Sequences(torch.tensor(tokens, device=table.device), table[numbers], kv_len[numbers], max(keys))
+    return Sequences(
+        torch.tensor(tokens, device=table.device), table[numbers], kv_len[numbers], max(keys)
+    )

@@ -12,10 +12,12 @@ from msattn.trainer.models.rope import Rotation, keys_before_rope
 
 
 class PooledKeys:
-    """Pooled keys of the complete blocks of one layer's cache, before RoPE except for the pooling ``rope``.
+    """Pooled keys of the complete blocks of one layer's cache, before RoPE except for the pooling
+    ``rope``.
 
-    Only passes over several tokens update them. Keys that are missing since then (those of the unfinished block, of decoded
-    tokens, or of a cache that was filled outside an attached model) are recovered by inverting the rotation of cached keys.
+    Only passes over several tokens update them. Keys that are missing since then (those of the
+    unfinished block, of decoded tokens, or of a cache that was filled outside an attached model)
+    are recovered by inverting the rotation of cached keys.
 
     ``blocks`` are fp32 ``[B, Hkv, complete, len(pools) * D]``, or None before the first update.
     """
@@ -31,7 +33,9 @@ class PooledKeys:
         return 0 if self.blocks is None else self.blocks.shape[2]
 
     def update(self, x: LayerInputs, rotation: Rotation | None) -> Tensor:
-        """Adds the keys up to those of the pass, and returns the pooled keys of all blocks ``[B, Hkv, Tc, len(pools) * D]``."""
+        """Adds the keys up to those of the pass, and returns the pooled keys of all blocks
+        ``[B, Hkv, Tc, len(pools) * D]``.
+        """
         known, size = self.complete, self.block_size
         starts = None if x.kv_start is None else x.kv_start.long()
         first = known * size + (0 if starts is None else int(starts.min()))
@@ -39,7 +43,9 @@ class PooledKeys:
         if first < x.num_keys:  # otherwise another gate with the same poolings has added them
             tail = keys_before_rope(x, first, rotation)
             offset = None if starts is None else starts + known * size - first
-            parts.append(pool_keys(self.pools, tail, x.k[:, :, first:], block_size=size, start=offset))
+            parts.append(
+                pool_keys(self.pools, tail, x.k[:, :, first:], block_size=size, start=offset)
+            )
         pooled = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         self._padding = 0 if starts is None else int(starts.max())
         self.blocks = pooled[:, :, : self._complete_in(x.num_keys)]

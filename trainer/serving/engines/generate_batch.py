@@ -1,4 +1,6 @@
-"""Managers of transformers' continuous batching for an attached model, which end with the context; their configuration."""
+"""Managers of transformers' continuous batching for an attached model, which end with the context;
+their configuration.
+"""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +15,13 @@ from msattn.kernels.common.paged_checks import MAX_BUCKETS
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.methods.policies import Multiscale
-from msattn.trainer.models.families import attention_layers, check_length, decoder, max_length, text_config
+from msattn.trainer.models.families import (
+    attention_layers,
+    check_length,
+    decoder,
+    max_length,
+    text_config,
+)
 from msattn.trainer.models.replacement import replaced
 from msattn.trainer.models.tap import BATCHED_IMPLEMENTATION, is_tapped
 from msattn.trainer.serving.engines.whole_blocks import WholeBlocks
@@ -24,7 +32,9 @@ from msattn.trainer.serving.sparse import Sparse
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig
 
-MAX_REQUESTS = 256  # default limit of concurrent requests: each takes memory for the slots of the longest possible request
+# default limit of concurrent requests: each takes memory for the slots of the longest possible
+# request
+MAX_REQUESTS = 256
 
 
 @contextmanager
@@ -54,13 +64,25 @@ class Managers:
         self.original_batch = self.model.generate_batch
 
     @torch.no_grad()
-    def create(self, generation_config: Any = None, continuous_batching_config: Any = None, workload_hints: Any = None) -> Any:
-        """Replaces ``init_continuous_batching``; raises UserError for an unsupported version, model or value."""
+    def create(
+        self,
+        generation_config: Any = None,
+        continuous_batching_config: Any = None,
+        workload_hints: Any = None,
+    ) -> Any:
+        """Replaces ``init_continuous_batching``; raises UserError for an unsupported version, model
+        or value.
+        """
         check_version("generate_batch")
         check_attached(self.model, self.sparse)
-        config = self.sparse.batching_config() if continuous_batching_config is None else copy(continuous_batching_config)
+        config = (
+            self.sparse.batching_config()
+            if continuous_batching_config is None
+            else copy(continuous_batching_config)
+        )
         check_config(config, self.sparse)
-        if self.model.device.type != "cuda":  # transformers would look for a GPU, not for the model's device
+        # transformers would look for a GPU, not for the model's device
+        if self.model.device.type != "cuda":
             config.use_cuda_graph = config.use_async_batching = False
         if workload_hints is not None:
             longest = workload_hints.max_prompt_length
@@ -71,10 +93,13 @@ class Managers:
                 "generate_batch: a manager created before attach is still cached; first call "
                 "model.destroy_cached_continuous_batching_manager()"
             )
-        pages, config.max_blocks_per_request = config.max_blocks_per_request, None  # transformers would warn of none
+        # transformers would warn of none
+        pages, config.max_blocks_per_request = config.max_blocks_per_request, None
         self.model.config._attn_implementation = BATCHED_IMPLEMENTATION  # until the context ends
         manager = self.original(
-            generation_config=generation_config, continuous_batching_config=config, workload_hints=workload_hints
+            generation_config=generation_config,
+            continuous_batching_config=config,
+            workload_hints=workload_hints,
         )
         if manager not in self.sparse.paged.managers:
             if pages is None:
@@ -86,30 +111,44 @@ class Managers:
     def generate_batch(self, inputs: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> Any:
         """Replaces ``generate_batch``, which would log a refused prompt and return no answer."""
         if torch.is_inference_mode_enabled():
-            raise UserError("generate_batch: called in torch.inference_mode(); use torch.no_grad() or neither")
+            raise UserError(
+                "generate_batch: called in torch.inference_mode(); use torch.no_grad() or neither"
+            )
         for prompt in inputs:
             check_prompt(prompt, self.model.config)
         return self.original_batch(inputs, *args, **kwargs)
 
     def _configure(self, manager: Any, given: Any, pages: int) -> None:
-        """Enables decoding over block tables, for which transformers would require its own kernel, and CUDA graphs."""
+        """Enables decoding over block tables, for which transformers would require its own kernel,
+        and CUDA graphs.
+        """
         resolved = manager.continuous_batching_config
-        captures, reason = self.cuda_graphs and resolved.cuda_graph_booleans[1], uncapturable(decoder(self.model))
+        captures, reason = (
+            self.cuda_graphs and resolved.cuda_graph_booleans[1],
+            uncapturable(decoder(self.model)),
+        )
         if captures and reason is not None:
-            warnings.warn(f"generate_batch runs without CUDA graphs, more slowly: {reason}", ModelWarning, stacklevel=3)
+            warnings.warn(
+                f"generate_batch runs without CUDA graphs, more slowly: {reason}",
+                ModelWarning,
+                stacklevel=3,
+            )
         resolved.max_blocks_per_request = pages
         resolved.use_cuda_graph = (False, captures and reason is None)
         if given.max_requests_per_batch is None:
             resolved.max_requests_per_batch = min(resolved.max_requests_per_batch, MAX_REQUESTS)
-        manager._create_batch_processor = partial(self._create_processor, manager, manager._create_batch_processor)
+        manager._create_batch_processor = partial(
+            self._create_processor, manager, manager._create_batch_processor
+        )
         manager.warmup = partial(self._warm_up, manager.warmup)
         manager.add_request = partial(self._add_request, manager.add_request)
 
     def _create_processor(self, manager: Any, create: Callable[[], Any]) -> Any:
         """Creates or resets what runs the passes, and waits for it.
 
-        transformers creates and clears the tensors of passes in one stream, and fills them in another without waiting: on a GPU
-        that others keep busy, the first passes found them cleared.
+        transformers creates and clears the tensors of passes in one stream, and fills them in
+        another without waiting: on a GPU that others keep busy, the first passes found them
+        cleared.
         """
         is_new = manager.batch_processor is None
         processor = create()
@@ -120,17 +159,25 @@ class Managers:
         return processor
 
     def _warm_up(self, warm_up: Callable[[], None]) -> None:
-        """Runs the passes of transformers' warm-up, which belong to no request, without counting them."""
+        """Runs the passes of transformers' warm-up, which belong to no request, without counting
+        them.
+        """
         with self.sparse.statistics.unchanged():
             warm_up()
 
-    def _add_request(self, add: Callable[..., Any], input_ids: Sequence[int], *args: Any, **kwargs: Any) -> Any:
-        """Adds a request after checking its prompt, because a request that fails in a pass would end all others."""
+    def _add_request(
+        self, add: Callable[..., Any], input_ids: Sequence[int], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Adds a request after checking its prompt, because a request that fails in a pass would
+        end all others.
+        """
         check_prompt(input_ids, self.model.config)
         return add(input_ids, *args, **kwargs)
 
     def end(self) -> None:
-        """Stops the managers, whose graphs and caches belong to this context, and releases the caches."""
+        """Stops the managers, whose graphs and caches belong to this context, and releases the
+        caches.
+        """
         with ExitStack() as ends:  # all of them run, whatever one raises
             ends.callback(self.sparse.paged.release)
             for manager in self.sparse.paged.managers:
@@ -148,49 +195,82 @@ class Managers:
 
 
 def _ended() -> None:
-    raise UserError("generate_batch: this manager has ended with its attached context; create another one")
+    raise UserError(
+        "generate_batch: this manager has ended with its attached context; create another one"
+    )
 
 
 def check_attached(model: Any, sparse: Sparse) -> None:
     """Raises UserError unless the sparse attention of ``model`` works over pages."""
     if not is_tapped(model.config):
         raise UserError("generate_batch: expected a language model, not one with images")
-    if any(getattr(getattr(layer, "self_attn", None), "sinks", None) is not None for layer in decoder(model).layers):
+    if any(
+        getattr(getattr(layer, "self_attn", None), "sinks", None) is not None
+        for layer in decoder(model).layers
+    ):
         raise UserError("generate_batch: attention sinks are not supported; use model.generate")
     check_paged(decoder(model).config, sparse, "generate_batch")
 
 
 def check_paged(config: Any, sparse: Sparse, engine: str) -> None:
-    """Raises UserError, which names the ``engine``, unless the sparse attention of a decoder works over pages."""
+    """Raises UserError, which names the ``engine``, unless the sparse attention of a decoder works
+    over pages.
+    """
     for layer in attention_layers(config):
         if layer.kept is not None:
-            raise UserError(f"{engine}: layer {layer.layer} keeps the model's own attention: {layer.kept}")
-    kinds = getattr(config, "layer_types", None)  # without any, transformers keeps the cache of a window as one
+            raise UserError(
+                f"{engine}: layer {layer.layer} keeps the model's own attention: {layer.kept}"
+            )
+    # without any, transformers keeps the cache of a window as one
+    kinds = getattr(config, "layer_types", None)
     windows = kinds is None and getattr(config, "sliding_window", None) is not None
     if windows or set(kinds or ["full_attention"]) != {"full_attention"}:
-        raise UserError(f"{engine}: layers with a sliding window are not supported; use model.generate")
+        raise UserError(
+            f"{engine}: layers with a sliding window are not supported; use model.generate"
+        )
     if sparse.measure_recall or sparse.statistics.timer is not None:
-        raise UserError(f"{engine}: measure_recall and measure_time are not supported; use model.generate")
+        raise UserError(
+            f"{engine}: measure_recall and measure_time are not supported; use model.generate"
+        )
     policy = None if sparse.dispatch.selection is None else sparse.dispatch.selection.policy
-    if any(isinstance(each, Multiscale) for each in (policy if isinstance(policy, Sequence) else [policy])):
+    if any(
+        isinstance(each, Multiscale)
+        for each in (policy if isinstance(policy, Sequence) else [policy])
+    ):
         raise UserError(f"{engine}: select.policy=multiscale reads no pages; use another policy")
     if sparse.dispatch.gate is not None and sparse.dispatch.gate.cfg.rope == "model":
-        raise UserError(f"{engine}: pages pool keys before RoPE; expected a gate with gate.rope=true or false")
+        raise UserError(
+            f"{engine}: pages pool keys before RoPE; expected a gate with gate.rope=true or false"
+        )
     routed = sparse.dispatch.routed
     if routed is None:
         return
     if routed.router.grouping != "buckets":
-        raise UserError(f"qmodel: {engine} takes query classifiers, k-means and random buckets, no decode gates or pages")
+        raise UserError(
+            f"qmodel: {engine} takes query classifiers, k-means and random buckets, no decode "
+            f"gates or pages"
+        )
     if routed.independent:
-        raise UserError(f"independent=True: not supported by {engine}, where a query group shares its buckets")
+        raise UserError(
+            f"independent=True: not supported by {engine}, where a query group shares its buckets"
+        )
     if (buckets := routed.router.num_buckets) > MAX_BUCKETS:
-        raise UserError(f"qmodel: {engine} takes up to {MAX_BUCKETS:,} buckets, this router has {buckets:,}")
+        raise UserError(
+            f"qmodel: {engine} takes up to {MAX_BUCKETS:,} buckets, this router has {buckets:,}"
+        )
 
 
 def check_page_size(size: int, sparse: Sparse, name: str = "page_size") -> None:
-    """Raises UserError for pages that do not hold whole blocks of the selection; ``name`` is the setting's name."""
+    """Raises UserError for pages that do not hold whole blocks of the selection; ``name`` is the
+    setting's name.
+    """
     block, _ = sparse.paged.chunks
-    require(size % block == 0, name, size, f"expected a multiple of {block}, the block size of the selection")
+    require(
+        size % block == 0,
+        name,
+        size,
+        f"expected a multiple of {block}, the block size of the selection",
+    )
 
 
 def check_config(config: "ContinuousBatchingConfig", sparse: Sparse) -> None:
@@ -198,25 +278,49 @@ def check_config(config: "ContinuousBatchingConfig", sparse: Sparse) -> None:
     check_page_size(config.page_size, sparse)
     tokens, least = config.max_batch_tokens, 2 * sparse.paged.chunks[0]
     keys = "max_batch_tokens, server.batch_tokens"
-    require(tokens is None or tokens >= least, keys, tokens, f"expected {least} or more, two blocks")
-    require(config.cpu_offload_space == 0, "cpu_offload_space", config.cpu_offload_space, "expected 0")
-    compiled = config.varlen_compile_config or config.decode_compile_config or config.default_compile_level
-    require(not compiled, "varlen_compile_config, decode_compile_config, default_compile_level", compiled, "not accepted")
+    require(
+        tokens is None or tokens >= least, keys, tokens, f"expected {least} or more, two blocks"
+    )
+    require(
+        config.cpu_offload_space == 0, "cpu_offload_space", config.cpu_offload_space, "expected 0"
+    )
+    compiled = (
+        config.varlen_compile_config or config.decode_compile_config or config.default_compile_level
+    )
+    require(
+        not compiled,
+        "varlen_compile_config, decode_compile_config, default_compile_level",
+        compiled,
+        "not accepted",
+    )
     graphs = config.use_cuda_graph
     prompts = graphs if isinstance(graphs, bool) else graphs is not None and graphs[0]
-    require(not prompts, "use_cuda_graph", graphs, "prompts are not captured; expected False or (False, True)")
+    require(
+        not prompts,
+        "use_cuda_graph",
+        graphs,
+        "prompts are not captured; expected False or (False, True)",
+    )
 
 
 def check_prompt(ids: Sequence[int], config: Any) -> None:
-    """Raises UserError for a prompt that is empty, longer than the model's positions, or contains invalid ids."""
+    """Raises UserError for a prompt that is empty, longer than the model's positions, or contains
+    invalid ids.
+    """
     size = text_config(config).vocab_size
     require(len(ids) > 0, "input_ids", list(ids), "expected one token or more")
-    require(min(ids) >= 0 and max(ids) < size, "input_ids", f"{min(ids)} to {max(ids)}", f"expected 0 to {size - 1}")
+    require(
+        min(ids) >= 0 and max(ids) < size,
+        "input_ids",
+        f"{min(ids)} to {max(ids)}",
+        f"expected 0 to {size - 1}",
+    )
     check_length(config, len(ids), f"prompt of {len(ids)} tokens")
 
 
 def _longest(config: Any, hints: Any) -> int:
     """Returns the number of tokens of the longest request that is expected."""
-    if hints is None or 0 in (hints.max_prompt_length, hints.max_generated_length):  # one of them is not known
+    # one of them is not known
+    if hints is None or 0 in (hints.max_prompt_length, hints.max_generated_length):
         return max_length(config)
     return min(hints.max_prompt_length + hints.max_generated_length, max_length(config))

@@ -1,7 +1,9 @@
-"""Bucket sizes over prompts and positions, for partitions of keys before and after RoPE (SAAP, figure 2).
+"""Bucket sizes over prompts and positions, for partitions of keys before and after RoPE (SAAP,
+figure 2).
 
-Samples of equally many keys are drawn in four ways: from the training text, from all of the held-out text, from one prompt, and
-from one range of positions of all prompts. The sizes of a partition that generalizes deviate equally little in all of them.
+Samples of equally many keys are drawn in four ways: from the training text, from all of the
+held-out text, from one prompt, and from one range of positions of all prompts. The sizes of a
+partition that generalizes deviate equally little in all of them.
 """
 
 from collections import defaultdict
@@ -23,27 +25,36 @@ DIGITS = 4  # decimal places of stored sizes
 def bucket_counts(buckets: Tensor, num_buckets: int) -> Tensor:
     """Returns the number of keys in each bucket: fp64 ``[H, C]`` for ``buckets [H, n]``."""
     flat = buckets.long() + num_buckets * torch.arange(len(buckets), device=buckets.device)[:, None]
-    return torch.bincount(flat.flatten(), minlength=len(buckets) * num_buckets).view(len(buckets), num_buckets).double()
+    return (
+        torch.bincount(flat.flatten(), minlength=len(buckets) * num_buckets)
+        .view(len(buckets), num_buckets)
+        .double()
+    )
 
 
 def deviation(counts: Tensor, expected: Tensor) -> Tensor:
-    """Returns the root mean square over buckets of the difference in size, in units of the mean size: fp64 ``[H]``.
+    """Returns the root mean square over buckets of the difference in size, in units of the mean
+    size: fp64 ``[H]``.
 
-    ``counts`` and ``expected`` ``[H, C]`` are bucket counts of two samples, which may hold different numbers of keys.
+    ``counts`` and ``expected`` ``[H, C]`` are bucket counts of two samples, which may hold
+    different numbers of keys.
     """
     difference = counts / counts.sum(-1, keepdim=True) - expected / expected.sum(-1, keepdim=True)
     return counts.shape[-1] * difference.square().mean(-1).sqrt()
 
 
 def imbalance(counts: Tensor) -> Tensor:
-    """Returns the expected size of a key's bucket relative to equal buckets, ``C sum_c n_c^2 / n^2``: fp64 ``[H]``."""
+    """Returns the expected size of a key's bucket relative to equal buckets,
+    ``C sum_c n_c^2 / n^2``: fp64 ``[H]``.
+    """
     return counts.shape[-1] * (counts / counts.sum(-1, keepdim=True)).square().sum(-1)
 
 
 def samples(training: Tensor, heldout: Tensor, seed: int) -> Iterator[tuple[str, Tensor]]:
     """Yields ``(way, buckets [H, size])`` of samples without replacement, all of the same size.
 
-    They are drawn from the buckets of keys of the training text ``[H, n]``, and of each held-out prompt ``[H, prompts, N]``.
+    They are drawn from the buckets of keys of the training text ``[H, n]``, and of each held-out
+    prompt ``[H, prompts, N]``.
     """
     draw = np.random.default_rng(seed)
     num_prompts, length = heldout.shape[1:]
@@ -66,7 +77,9 @@ def samples(training: Tensor, heldout: Tensor, seed: int) -> Iterator[tuple[str,
 
 @dataclass
 class SampledBuckets:
-    """Buckets of training keys ``[H, n]`` and of the keys of each held-out prompt ``[H, N]``, by layer, of one partition."""
+    """Buckets of training keys ``[H, n]`` and of the keys of each held-out prompt ``[H, N]``, by
+    layer, of one partition.
+    """
 
     partition: Method
     num_buckets: int
@@ -75,14 +88,19 @@ class SampledBuckets:
     heldout: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     def rows(self, length: int) -> Iterator[EvalRow]:
-        """Yields a row for each way of sampling; the score is the mean deviation from the training text."""
+        """Yields a row for each way of sampling; the score is the mean deviation from the training
+        text.
+        """
         count, layers = self.num_buckets, sorted(self.heldout)
-        found: dict[str, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in layers])  # counts by way, layer and sample
+        # counts by way, layer and sample
+        found: dict[str, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in layers])
         for i, layer in enumerate(layers):
             heldout = torch.stack(self.heldout[layer], dim=1)
             for way, buckets in samples(self.training[layer], heldout, self.seed):
                 found[way][i].append(bucket_counts(buckets, count))
-        expected = torch.stack([bucket_counts(self.training[layer], count) for layer in layers])[:, None]
+        expected = torch.stack([bucket_counts(self.training[layer], count) for layer in layers])[
+            :, None
+        ]
         for way, counted in found.items():
             counts = torch.stack([torch.stack(each) for each in counted])  # [layers, samples, H, C]
             away = deviation(counts, expected)  # [layers, samples, H]
@@ -101,4 +119,12 @@ class SampledBuckets:
             method = Method(f"buckets of {self.partition}", self.partition.label)
             prompts = len(self.heldout[layers[0]])
             score = away.mean().item()
-            yield EvalRow("analysis", method, Setting(way), score, "deviation of bucket sizes", samples=prompts, extra=extra)
+            yield EvalRow(
+                "analysis",
+                method,
+                Setting(way),
+                score,
+                "deviation of bucket sizes",
+                samples=prompts,
+                extra=extra,
+            )

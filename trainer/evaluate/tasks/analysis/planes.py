@@ -1,4 +1,6 @@
-"""Queries and keys of a head in a plane (SAAP, figure 1): they lie apart, so that a partition of keys suits queries badly."""
+"""Queries and keys of a head in a plane (SAAP, figure 1): they lie apart, so that a partition of
+keys suits queries badly.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,10 +21,11 @@ DIGITS = 3  # decimal places of stored coordinates
 
 
 def principal_plane(keys: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Returns the plane of the first two principal components of fp64 keys ``[n, D]`` and queries ``[m, D]`` together.
+    """Returns the plane of the first two principal components of fp64 keys ``[n, D]`` and queries
+    ``[m, D]`` together.
 
-    That is its origin ``[D]``, its orthonormal axes ``[D, 2]``, which point to where the mean key has positive coordinates, and
-    the share of the variance in the plane.
+    That is its origin ``[D]``, its orthonormal axes ``[D, 2]``, which point to where the mean key
+    has positive coordinates, and the share of the variance in the plane.
     """
     points = torch.cat([keys, queries])
     mean = points.mean(0)
@@ -35,16 +38,21 @@ def principal_plane(keys: Tensor, queries: Tensor) -> tuple[Tensor, Tensor, floa
 
 @dataclass
 class Planes:
-    """Planes of the first chunk, for each layer and each of ``heads`` (key/value heads), before and after RoPE.
+    """Planes of the first chunk, for each layer and each of ``heads`` (key/value heads), before and
+    after RoPE.
 
-    The queries of a key/value head are those of all its query heads. Position 0, the attention sink, is left out of the sample
-    and drawn as a point of its own.
+    The queries of a key/value head are those of all its query heads. Position 0, the attention
+    sink, is left out of the sample and drawn as a point of its own.
     """
 
     heads: list[int]
     seed: int
-    numbers: dict[str, dict[int, list[dict[str, float]]]] = field(default_factory=lambda: {stage: {} for stage in STAGES})
-    pictures: dict[str, list[dict[str, Any]]] = field(default_factory=lambda: {stage: [] for stage in STAGES})
+    numbers: dict[str, dict[int, list[dict[str, float]]]] = field(
+        default_factory=lambda: {stage: {} for stage in STAGES}
+    )
+    pictures: dict[str, list[dict[str, Any]]] = field(
+        default_factory=lambda: {stage: [] for stage in STAGES}
+    )
 
     @property
     def measured(self) -> set[int]:
@@ -60,24 +68,37 @@ class Planes:
             self.numbers[stage][x.layer] = []
             for head in self.heads:
                 keys = k[0, head, rows].double().cpu()
-                all_queries = q[0, head * group : (head + 1) * group, rows].double().cpu()  # [group, rows, D]
+                # [group, rows, D]
+                all_queries = q[0, head * group : (head + 1) * group, rows].double().cpu()
                 member = torch.randint(group, (len(chosen),), generator=generator)
-                queries = all_queries[member, 1 + torch.arange(len(chosen))]  # one of the group at each position
+                # one of the group at each position
+                queries = all_queries[member, 1 + torch.arange(len(chosen))]
                 plane = principal_plane(keys[1:], queries)
-                cosine = F.cosine_similarity(keys[1:].mean(0), queries.mean(0), dim=0).item()  # -1: on opposite sides of 0
-                negative = (queries @ keys[1:].T < 0).double().mean().item()  # share of all pairs (figure 1, middle)
+                # -1: on opposite sides of 0
+                cosine = F.cosine_similarity(keys[1:].mean(0), queries.mean(0), dim=0).item()
+                # share of all pairs (figure 1, middle)
+                negative = (queries @ keys[1:].T < 0).double().mean().item()
                 found = {"cosine": cosine, "negative_products": negative, "explained": plane[2]}
                 self.numbers[stage][x.layer].append(found)
                 if head == self.heads[0]:
-                    picture = _picture(plane, keys[1:], queries, sinks=(keys[:1], all_queries[:, 0]))
+                    picture = _picture(
+                        plane, keys[1:], queries, sinks=(keys[:1], all_queries[:, 0])
+                    )
                     self.pictures[stage].append({"layer": x.layer, "head": head, **picture})
 
     def rows(self, length: int) -> Iterator[EvalRow]:
-        """Yields one row before and one after RoPE; the score is the mean cosine of mean key and mean query."""
+        """Yields one row before and one after RoPE; the score is the mean cosine of mean key and
+        mean query.
+        """
         for stage, by_layer in self.numbers.items():
             layers, numbers = sorted(by_layer), ("cosine", "negative_products", "explained")
-            table = {name: [[head[name] for head in by_layer[layer]] for layer in layers] for name in numbers}
-            score, negative, explained = (float(torch.tensor(values).mean()) for values in table.values())
+            table = {
+                name: [[head[name] for head in by_layer[layer]] for layer in layers]
+                for name in numbers
+            }
+            score, negative, explained = (
+                float(torch.tensor(values).mean()) for values in table.values()
+            )
             extra = {
                 "length": length,
                 "negative_products": negative,
@@ -95,11 +116,20 @@ class Planes:
 def _picture(
     plane: tuple[Tensor, Tensor, float], keys: Tensor, queries: Tensor, sinks: tuple[Tensor, Tensor]
 ) -> dict[str, list[list[float]]]:
-    """Returns the coordinates in the ``plane`` of some keys and queries, of the attention sink and of the vector 0."""
+    """Returns the coordinates in the ``plane`` of some keys and queries, of the attention sink and
+    of the vector 0.
+    """
     mean, axes, _ = plane
-    parts = {"keys": keys[:DRAWN], "queries": queries[:DRAWN], "sink_keys": sinks[0], "sink_queries": sinks[1]}
+    parts = {
+        "keys": keys[:DRAWN],
+        "queries": queries[:DRAWN],
+        "sink_keys": sinks[0],
+        "sink_queries": sinks[1],
+    }
     parts["origin"] = torch.zeros_like(keys[:1])
     return {
-        name: [[round(value, DIGITS) for value in point] for point in ((points - mean) @ axes).tolist()]
+        name: [
+            [round(value, DIGITS) for value in point] for point in ((points - mean) @ axes).tolist()
+        ]
         for name, points in parts.items()
     }

@@ -1,4 +1,6 @@
-"""Decoding queries of a layer, in batches of bounded memory, with what each sees and reads exactly."""
+"""Decoding queries of a layer, in batches of bounded memory, with what each sees and reads
+exactly.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,7 +11,8 @@ from torch import Tensor
 from msattn.trainer.models.tap import LayerInputs
 
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # shares of the keys or blocks
-BATCH_SCORES = 2**23  # scores of a batch of queries; the largest of several temporary tensors holds int64 of as many
+# scores of a batch of queries; the largest of several temporary tensors holds int64 of as many
+BATCH_SCORES = 2**23
 
 
 class Window(NamedTuple):
@@ -33,16 +36,24 @@ class Queries(NamedTuple):
 
 
 def query_positions(length: int, window: Window, count: int) -> Tensor:
-    """Returns up to ``count`` positions, evenly spaced over the second half of a chunk, each with a key outside the window."""
+    """Returns up to ``count`` positions, evenly spaced over the second half of a chunk, each with a
+    key outside the window.
+    """
     first = max(window.size, length // 2)
     return torch.linspace(first, length - 1, min(count, length - first)).round().long()
 
 
-def query_batches(x: LayerInputs, head: int, positions: Tensor, window: Window) -> Iterator[Queries]:
+def query_batches(
+    x: LayerInputs, head: int, positions: Tensor, window: Window
+) -> Iterator[Queries]:
     """Yields the queries at ``positions`` of the query heads of key/value head ``head``."""
     group, device = x.q.shape[1] // x.k.shape[1], x.q.device
     own = slice(head * group, (head + 1) * group)
-    q, k, sinks = x.q[0, own].float(), x.k[0, head].float(), None if x.sinks is None else x.sinks[own].float()
+    q, k, sinks = (
+        x.q[0, own].float(),
+        x.k[0, head].float(),
+        None if x.sinks is None else x.sinks[own].float(),
+    )
     keys = torch.arange(x.num_keys, device=device)
     size = max(1, BATCH_SCORES // (group * x.num_keys))
     for number, batch in enumerate(positions.to(device).split(size)):

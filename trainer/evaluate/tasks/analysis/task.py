@@ -1,9 +1,13 @@
 """The task ``analysis``: four measurements on held-out text, layer by layer.
 
-- :mod:`~msattn.trainer.evaluate.tasks.analysis.planes`: queries and keys in a plane (SAAP, arXiv 2502.08246, figure 1);
-- :mod:`~msattn.trainer.evaluate.tasks.analysis.bucket_sizes`: bucket sizes over prompts and positions (figure 2);
-- :mod:`~msattn.trainer.evaluate.tasks.analysis.top_mass`: attention mass in the top keys, by head (figure 3);
-- :mod:`~msattn.trainer.evaluate.tasks.analysis.selectivity`: error against the share of keys read (figures 5 and 10).
+- :mod:`~msattn.trainer.evaluate.tasks.analysis.planes`: queries and keys in a plane (SAAP, arXiv
+  2502.08246, figure 1);
+- :mod:`~msattn.trainer.evaluate.tasks.analysis.bucket_sizes`: bucket sizes over prompts and
+  positions (figure 2);
+- :mod:`~msattn.trainer.evaluate.tasks.analysis.top_mass`: attention mass in the top keys, by head
+  (figure 3);
+- :mod:`~msattn.trainer.evaluate.tasks.analysis.selectivity`: error against the share of keys read
+  (figures 5 and 10).
 """
 
 from collections import defaultdict
@@ -35,8 +39,15 @@ NUM_LAYERS = 4  # by default, evenly spaced from the first to the last
 
 
 def run(job: Job) -> list[EvalRow]:
-    """Returns the rows of all measurements. Partitions of a kind without an artifact are fitted on training text."""
-    loaded, cfg, settings, config = job.loaded, job.cfg, job.cfg.eval.analysis, job.loaded.model.config
+    """Returns the rows of all measurements. Partitions of a kind without an artifact are fitted on
+    training text.
+    """
+    loaded, cfg, settings, config = (
+        job.loaded,
+        job.cfg,
+        job.cfg.eval.analysis,
+        job.loaded.model.config,
+    )
     methods = partitions.with_k_means(job.methods)
     layers = chosen_layers(settings.layers, models.served_layers(config))
     heads = sorted(set(settings.heads or range(models.num_kv_heads(config))))
@@ -48,7 +59,9 @@ def run(job: Job) -> list[EvalRow]:
     window = partitions.window_of(cfg, methods)
     positions = query_positions(settings.length, window, settings.num_queries)
     planes, mass = Planes(heads, cfg.seed), TopMass(cfg.select.block_size, heads)
-    errors: dict[tuple[Method, Setting], MethodRecall] = defaultdict(partial(MethodRecall, routed=True))
+    errors: dict[tuple[Method, Setting], MethodRecall] = defaultdict(
+        partial(MethodRecall, routed=True)
+    )
     advance = job.bar("analysis", len(chunks) * len(layers) * len(heads))
 
     def measure(x: LayerInputs) -> None:
@@ -56,7 +69,9 @@ def run(job: Job) -> list[EvalRow]:
             planes.add(x)
         for routing, of_partition in sizes:
             if x.layer in routing.router.layers:
-                of_partition.heldout[x.layer].append(routing.router.buckets_of_keys(x)[0][0, heads, 1:].cpu())
+                of_partition.heldout[x.layer].append(
+                    routing.router.buckets_of_keys(x)[0][0, heads, 1:].cpu()
+                )
         reads = LayerReads.of(x, routings, positions, cfg.seed)
         for head in heads:
             for queries in query_batches(x, head, positions, window):
@@ -68,38 +83,70 @@ def run(job: Job) -> list[EvalRow]:
             errors[method, setting].by_layer[x.layer].append(recall)
 
     visit_layers(loaded.model, measure, (chunks[i] for i in range(len(chunks))), layers)
-    length, by_size = settings.length, [row for _, of_partition in sizes for row in of_partition.rows(settings.length)]
-    return [*planes.rows(length), *by_size, *mass.rows(length, len(chunks)), *error_rows(errors, length)]
+    length, by_size = (
+        settings.length,
+        [row for _, of_partition in sizes for row in of_partition.rows(settings.length)],
+    )
+    return [
+        *planes.rows(length),
+        *by_size,
+        *mass.rows(length, len(chunks)),
+        *error_rows(errors, length),
+    ]
 
 
 def check_sizes(cfg: EvalRunConfig, model: Described | Loaded, methods: Compared) -> None:
-    """Raises UserError for layers and heads that the model does not have, and for chunks that the window covers."""
+    """Raises UserError for layers and heads that the model does not have, and for chunks that the
+    window covers.
+    """
     partitions.check_model_has(cfg, model.config)
-    window, length = partitions.window_of(cfg, partitions.with_k_means(methods)), cfg.eval.analysis.length
+    window, length = (
+        partitions.window_of(cfg, partitions.with_k_means(methods)),
+        cfg.eval.analysis.length,
+    )
     if length <= window.size:
-        raise UserError(f"eval.analysis.length={length}: expected more than recent + sink = {window.size} tokens")
+        raise UserError(
+            f"eval.analysis.length={length}: expected more than recent + sink = {window.size} "
+            f"tokens"
+        )
 
 
 def prepare(cfg: EvalRunConfig, model: Described | Loaded) -> Chunks:
     """Returns the chunks; raises UserError if there is too little held-out text."""
-    return heldout_chunks(cfg, model.tokenizer, cfg.eval.analysis.length, cfg.eval.analysis.num_chunks)
+    return heldout_chunks(
+        cfg, model.tokenizer, cfg.eval.analysis.length, cfg.eval.analysis.num_chunks
+    )
 
 
 def chosen_layers(given: list[int] | None, served: list[int]) -> list[int]:
-    """Returns the layers to measure of a model in which those in ``served`` may be sparse, in order."""
-    return [served[i] for i in evenly_spaced(len(served), NUM_LAYERS)] if given is None else sorted(set(given))
+    """Returns the layers to measure of a model in which those in ``served`` may be sparse, in
+    order.
+    """
+    return (
+        [served[i] for i in evenly_spaced(len(served), NUM_LAYERS)]
+        if given is None
+        else sorted(set(given))
+    )
 
 
 def training_sizes(
-    routings: list[ComparedRouting], keys: partitions.TrainingKeys, layers: list[int], heads: list[int], seed: int
+    routings: list[ComparedRouting],
+    keys: partitions.TrainingKeys,
+    layers: list[int],
+    heads: list[int],
+    seed: int,
 ) -> list[tuple[ComparedRouting, SampledBuckets]]:
-    """Assigns the training keys of each layer to the buckets of the first k-means before RoPE and of the first after RoPE."""
+    """Assigns the training keys of each layer to the buckets of the first k-means before RoPE and
+    of the first after RoPE.
+    """
     found = []
     for routing in partitions.k_means(routings).values():
         router: Any = routing.router
         sizes = SampledBuckets(routing.method, router.num_buckets, seed)
         for layer in (layer for layer in layers if layer in router.layers):
-            before, after = (each[layer][None].to(router.centroids.device) for each in (keys.before, keys.after))
+            before, after = (
+                each[layer][None].to(router.centroids.device) for each in (keys.before, keys.after)
+            )
             sizes.training[layer] = router.assign(layer, before, after)[0, heads].cpu()
         if sizes.training:
             found.append((routing, sizes))
@@ -109,7 +156,12 @@ def training_sizes(
 TASK = Task(
     heading="Queries, keys and attention mass",
     unit="chunks",
-    columns={"measure": NAME, "value": ("score", "{:.3f}"), **ERROR, "imbalance": ("imbalance", "{:.2f}")},
+    columns={
+        "measure": NAME,
+        "value": ("score", "{:.3f}"),
+        **ERROR,
+        "imbalance": ("imbalance", "{:.2f}"),
+    },
     reads=("routings",),
     text="heldout",
     form="{:.3f}",

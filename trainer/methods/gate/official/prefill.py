@@ -1,11 +1,13 @@
 """The released gates for prefill (arXiv 2410.13276).
 
 Their scores are those of ``AttnGate``: maxima, minima and means of blocks before RoPE,
-projections ``[heads, pools * D, hidden]``, RoPE at the first position of each block, scaled products. Three differences are
-folded into the weights:
+projections ``[heads, pools * D, hidden]``, RoPE at the first position of each block, scaled
+products. Three differences are folded into the weights:
 
-- Key projections of a key/value head serve all query heads of its group: here each gate head has its own copy.
-- Gates with one pooling of queries and the model's head size have no query projection: here it is the identity.
+- Key projections of a key/value head serve all query heads of its group: here each gate head has
+  its own copy.
+- Gates with one pooling of queries and the model's head size have no query projection: here it is
+  the identity.
 - YaRN's attention factor multiplies their rotated queries and keys: here the projections.
 """
 
@@ -21,7 +23,13 @@ from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate
-from msattn.trainer.methods.gate.official.files import POOLING, check_family, gate_config, read_weights, rotation_factor
+from msattn.trainer.methods.gate.official.files import (
+    POOLING,
+    check_family,
+    gate_config,
+    read_weights,
+    rotation_factor,
+)
 from msattn.trainer.storage.documents import checked
 from msattn.trainer.storage.model_files import ModelFiles
 
@@ -44,7 +52,8 @@ class PrefillConfig:
 
 
 def read_gates(files: ModelFiles, config: "PretrainedConfig") -> tuple[Gate, dict[str, Any], str]:
-    """Returns the gates, the details of their manifest, and the name of the base model, whose configuration is ``config``.
+    """Returns the gates, the details of their manifest, and the name of the base model, whose
+    configuration is ``config``.
 
     Raises UserError if the files are damaged, or the gates compute something else than ours.
     """
@@ -54,7 +63,13 @@ def read_gates(files: ModelFiles, config: "PretrainedConfig") -> tuple[Gate, dic
     shape = gate.shape
     size, hidden = shape.head_dim, official.seerattn_gate_hidden_size
     double = len(cfg.q_pool) > 1 or hidden != size or official.seerattn_gate_force_double
-    shapes = {"mask_linear_k": (shape.num_kv_heads if double else shape.num_heads, len(cfg.k_pool) * size, hidden)}
+    shapes = {
+        "mask_linear_k": (
+            shape.num_kv_heads if double else shape.num_heads,
+            len(cfg.k_pool) * size,
+            hidden,
+        )
+    }
     if double:
         shapes["mask_linear_q"] = (shape.num_heads, len(cfg.q_pool) * size, hidden)
     layers = read_weights(files, shape.num_layers, shapes)
@@ -65,19 +80,24 @@ def read_gates(files: ModelFiles, config: "PretrainedConfig") -> tuple[Gate, dic
 
 
 def _read_config(files: ModelFiles) -> tuple[PrefillConfig, GateConfig]:
-    """Returns the keys of the gates in ``config.json``, checked, and what they are as a configuration of ours."""
+    """Returns the keys of the gates in ``config.json``, checked, and what they are as a
+    configuration of ours.
+    """
     where = f"{files.name}: config.json"
     check_family(files, FAMILIES)
     official = checked(files.config(), PrefillConfig, where)
     pools = GATE_TYPE.fullmatch(official.seerattn_gate_type)
     if pools is None:
         raise UserError(
-            f"{where}: seerattn_gate_type={official.seerattn_gate_type:.60}: expected poolings such as Qavg_Kmaxminavg"
+            f"{where}: seerattn_gate_type={official.seerattn_gate_type:.60}: expected poolings "
+            f"such as Qavg_Kmaxminavg"
         )
     q_pool, k_pool = (POOLING.findall(text) for text in pools.groups())
     size, hidden = official.seerattn_gate_block_size, official.seerattn_gate_hidden_size
     own = {"target": "max", "mean_weight": 0.0}
-    return official, gate_config(files, block_size=size, q_pool=q_pool, k_pool=k_pool, hidden=hidden, **own)
+    return official, gate_config(
+        files, block_size=size, q_pool=q_pool, k_pool=k_pool, hidden=hidden, **own
+    )
 
 
 @torch.no_grad()

@@ -1,1 +1,3 @@
-"""Routers of new tokens without training. A file is one value of ``eval.routers``; its class is registered as ``router``."""
+"""Routers of new tokens without training. A file is one value of ``eval.routers``; its class is
+registered as ``router``.
+"""

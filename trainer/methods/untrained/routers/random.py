@@ -15,25 +15,40 @@ MASK = 2**32 - 1
 class RandomBuckets(UntrainedRouter, BucketRouter):
     """A key's bucket is a hash of its bits, and so are a query's scores of the buckets.
 
-    Hashes depend on ``seed``, layer and bits alone. Rounding, which differs between batches, gives a key another bucket.
+    Hashes depend on ``seed``, layer and bits alone. Rounding, which differs between batches, gives
+    a key another bucket.
     """
 
     method = Method("random buckets", style=STYLE)
 
     def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
-        """Returns a random bucket of each key ``k [B, Hkv, N, D]`` after RoPE: int32 ``[B, Hkv, N]``."""
+        """Returns a random bucket of each key ``k [B, Hkv, N, D]`` after RoPE: int32
+        ``[B, Hkv, N]``.
+        """
         return (self._hash(layer, k) % self.num_buckets).to(torch.int32)
 
     def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
-        """Returns random scores in [0, 1] for queries ``q [B, Hq, 1, D]`` after RoPE: fp32 ``[B, Hq, C]``."""
+        """Returns random scores in [0, 1] for queries ``q [B, Hq, 1, D]`` after RoPE: fp32
+        ``[B, Hq, C]``.
+        """
         of_query = self._hash(layer, q[:, :, -1])[..., None]
-        return hash32(of_query ^ hash32(torch.arange(self.num_buckets, device=q.device))).float() / MASK
+        return (
+            hash32(of_query ^ hash32(torch.arange(self.num_buckets, device=q.device))).float()
+            / MASK
+        )
 
     def _hash(self, layer: int, vectors: Tensor) -> Tensor:
         """Returns hashes of ``vectors [..., D]``: int64 ``[...]``, 0 to ``2 ** 32 - 1``."""
         words = vectors.contiguous().view(WORDS[vectors.element_size()]).long()
         words = (words ^ (words >> 32)) & MASK
-        factors = hash32(torch.arange(words.shape[-1], device=words.device) ^ hash32(hash32(self.seed & MASK) ^ layer)) >> 1 | 1
+        factors = (
+            hash32(
+                torch.arange(words.shape[-1], device=words.device)
+                ^ hash32(hash32(self.seed & MASK) ^ layer)
+            )
+            >> 1
+            | 1
+        )
         return hash32((words * factors & MASK).sum(-1) & MASK)
 
 

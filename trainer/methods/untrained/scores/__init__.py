@@ -1,1 +1,3 @@
-"""Block scores of prompts without training. A file is one value of ``select.scores``; its class is registered as ``scorer``."""
+"""Block scores of prompts without training. A file is one value of ``select.scores``; its class is
+registered as ``scorer``.
+"""

@@ -1,4 +1,6 @@
-"""Block scores of MInference: the vertical-slash pattern and its always-read blocks (Jiang et al. 2024, arXiv 2407.02490)."""
+"""Block scores of MInference: the vertical-slash pattern and its always-read blocks (Jiang et al.
+2024, arXiv 2407.02490).
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,13 +17,17 @@ FIRST_COLUMNS, LAST_DISTANCES = 30, 100
 
 @dataclass(frozen=True)
 class MInference(VerticalSlash):
-    """Scores blocks like :class:`VerticalSlash`, with blocks on the first 30 columns and last 100 diagonals ranked first.
+    """Scores blocks like :class:`VerticalSlash`, with blocks on the first 30 columns and last 100
+    diagonals ranked first.
 
-    MInference adds these columns and diagonals to the verticals and slashes of every head. Here they get the mass of the head's
-    strongest vertical or slash, so that they come first and count towards the share that the policy reads.
+    MInference adds these columns and diagonals to the verticals and slashes of every head. Here
+    they get the mass of the head's strongest vertical or slash, so that they come first and count
+    towards the share that the policy reads.
     """
 
-    method: ClassVar = Method("minference", "MInference", style={"color": "#A0522D", "marker": "p", "linestyle": "--"})
+    method: ClassVar = Method(
+        "minference", "MInference", style={"color": "#A0522D", "marker": "p", "linestyle": "--"}
+    )
 
     def __call__(self, x: LayerInputs) -> Tensor:
         vertical, slash = pattern_mass(x, self.last_queries, self.sizes.keys)

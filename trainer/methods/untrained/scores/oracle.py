@@ -16,7 +16,9 @@ from msattn.trainer.models.layer_attention import LayerInputs, block_map
 class Oracle(UntrainedScorer):
     """Scores blocks by the true block map of ``gate.target=mass``, or of another ``target``."""
 
-    method: ClassVar = Method("oracle", servable=False, style={"color": "#222222", "marker": "D", "linestyle": "--"})
+    method: ClassVar = Method(
+        "oracle", servable=False, style={"color": "#222222", "marker": "D", "linestyle": "--"}
+    )
     target: Pool = "mass"
 
     def __call__(self, x: LayerInputs) -> Tensor:

@@ -18,17 +18,20 @@ STYLE = {"color": "#009E73", "marker": "s"}
 
 @dataclass(frozen=True)
 class Quest(UntrainedScorer):
-    """Scores blocks by upper bounds on the scores of the row block's queries with a block's keys; needs no training.
+    """Scores blocks by upper bounds on the scores of the row block's queries with a block's keys;
+    needs no training.
 
-    The bound of Tang et al. 2024 (Quest, Eq. 1), ``sum_d max(q_d max_d, q_d min_d)``, is computed for each query, and the row
-    block takes the largest.
+    The bound of Tang et al. 2024 (Quest, Eq. 1), ``sum_d max(q_d max_d, q_d min_d)``, is computed
+    for each query, and the row block takes the largest.
     """
 
     method: ClassVar = Method("quest", "Quest bounds", style=STYLE)
 
     def __call__(self, x: LayerInputs) -> Tensor:
-        queries = aligned_blocks(x.q, self.first_query(x), self.sizes.queries)  # [B, Hq, Tr, block, D]
-        bounds = pool_blocks(x.k, ["max", "min"], block_size=self.sizes.keys, start=x.kv_start)  # [B, Hkv, Tc, 2 D]
+        # [B, Hq, Tr, block, D]
+        queries = aligned_blocks(x.q, self.first_query(x), self.sizes.queries)
+        # [B, Hkv, Tc, 2 D]
+        bounds = pool_blocks(x.k, ["max", "min"], block_size=self.sizes.keys, start=x.kv_start)
         bounds = bounds.transpose(-1, -2)
         chunks = row_chunks(queries, self.sizes.queries * (bounds.shape[-1] + bounds.shape[-2]))
         logits = [x.capped(self._largest_bound(rows, bounds) * x.scale) for rows in chunks]

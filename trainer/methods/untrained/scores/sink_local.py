@@ -1,4 +1,6 @@
-"""Block scores of the first and the nearest blocks (the A shape of StreamingLLM, Xiao et al. 2024)."""
+"""Block scores of the first and the nearest blocks (the A shape of StreamingLLM, Xiao et al.
+2024).
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,9 +16,13 @@ from msattn.trainer.models.layer_attention import LayerInputs
 
 @dataclass(frozen=True)
 class SinkLocal(UntrainedScorer):
-    """Scores the first block highest, then the nearest ones (the A shape of StreamingLLM), regardless of content."""
+    """Scores the first block highest, then the nearest ones (the A shape of StreamingLLM),
+    regardless of content.
+    """
 
-    method: ClassVar = Method("sink_local", "sink + local", style={"color": "#E69F00", "marker": "v"})
+    method: ClassVar = Method(
+        "sink_local", "sink + local", style={"color": "#E69F00", "marker": "v"}
+    )
 
     def __call__(self, x: LayerInputs) -> Tensor:
         visible = self.visible(x)

@@ -30,11 +30,13 @@ from msattn.trainer.serving.engines.http.text import PromptEncoder, token_text
 
 LOG = logging.getLogger("msattn.serve")
 BODY_SECONDS = 60  # for a body to arrive
-WAITING_BODIES = 4  # bodies of the greatest size; all that arrive or wait to be encoded may have so many bytes together
+# bodies of the greatest size; all that arrive or wait to be encoded may have so many bytes together
+WAITING_BODIES = 4
 SHORT_BODY = 2**14  # bytes; bodies up to this size are read beyond that limit
 LONG_BODY = 2**16  # bytes; longer bodies are encoded apart from shorter ones
 OPEN = ("/health",)  # paths that need no key
-QUIET = ("/health", "/metrics")  # paths that are asked for again and again, without a line in the log
+# paths that are asked for again and again, without a line in the log
+QUIET = ("/health", "/metrics")
 LINES = 100  # in the log in a minute, of requests that the model does not answer
 
 
@@ -43,23 +45,47 @@ class Service:
 
     def __init__(self, engine: Engine, cfg: ServeConfig) -> None:
         self.metrics = Metrics(engine)
-        self._engine, self._model, self._max_body = engine, cfg.model.name, int(cfg.server.max_body_mb * 2**20)
-        self._about = {"id": self._model, "object": "model", "created": int(time.time()), "owned_by": "msattn"}
+        self._engine, self._model, self._max_body = (
+            engine,
+            cfg.model.name,
+            int(cfg.server.max_body_mb * 2**20),
+        )
+        self._about = {
+            "id": self._model,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "msattn",
+        }
         self._held = 0  # bytes of bodies
         vocabulary = text_config(engine.loaded.model.config).vocab_size
 
         def encoder(tokenizer: Any) -> tuple[asyncio.Lock, PromptEncoder]:
-            encode = PromptEncoder(tokenizer, longest=engine.longest, vocabulary=vocabulary, new_tokens=cfg.max_new_tokens)
+            encode = PromptEncoder(
+                tokenizer,
+                longest=engine.longest,
+                vocabulary=vocabulary,
+                new_tokens=cfg.max_new_tokens,
+            )
             return asyncio.Lock(), encode  # tokenizers are not for several threads at once
 
-        self._encoders = encoder(engine.loaded.tokenizer), encoder(deepcopy(engine.loaded.tokenizer))  # short, long bodies
+        # short, long bodies
+        self._encoders = (
+            encoder(engine.loaded.tokenizer),
+            encoder(deepcopy(engine.loaded.tokenizer)),
+        )
 
     def app(self, api_key: str | None) -> "Guard":
-        """Returns the routes as an application that asks for a key, in which each error is an object of OpenAI's form."""
+        """Returns the routes as an application that asks for a key, in which each error is an
+        object of OpenAI's form.
+        """
         app = Starlette(
             routes=[
-                Route("/v1/completions", partial(self.complete, kind=CompletionBody), methods=["POST"]),
-                Route("/v1/chat/completions", partial(self.complete, kind=ChatBody), methods=["POST"]),
+                Route(
+                    "/v1/completions", partial(self.complete, kind=CompletionBody), methods=["POST"]
+                ),
+                Route(
+                    "/v1/chat/completions", partial(self.complete, kind=ChatBody), methods=["POST"]
+                ),
                 Route("/v1/models", self.list_models),
                 Route("/v1/models/{name:path}", self.show_model),
                 Route("/health", self.show_health),
@@ -76,12 +102,22 @@ class Service:
     async def show_model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name != self._model:
-            raise ApiError(404, f"{shown(name)}: no such model; this server has {self._model}", code="model_not_found")
+            raise ApiError(
+                404,
+                f"{shown(name)}: no such model; this server has {self._model}",
+                code="model_not_found",
+            )
         return JSONResponse(self._about)
 
     async def show_health(self, request: Request) -> Response:
         """Answers 200 while requests are accepted."""
-        state = "failed" if self._engine.fault is not None else "draining" if self._engine.draining else "ok"
+        state = (
+            "failed"
+            if self._engine.fault is not None
+            else "draining"
+            if self._engine.draining
+            else "ok"
+        )
         return JSONResponse({"status": state}, 200 if state == "ok" else 503)
 
     async def show_metrics(self, request: Request) -> Response:
@@ -89,17 +125,22 @@ class Service:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def complete(self, request: Request, kind: type[Body]) -> Response:
-        """Answers a completion request, at once or as a stream; raises ApiError only before the stream begins."""
+        """Answers a completion request, at once or as a stream; raises ApiError only before the
+        stream begins.
+        """
         data = bytearray()
         try:
             await self._receive(request, data)
-            gone = request.state.gone = asyncio.create_task(_until_gone(request))  # the event loop keeps weak references alone
+            # the event loop keeps weak references alone
+            gone = request.state.gone = asyncio.create_task(_until_gone(request))
             lock, encoder = self._encoders[len(data) > LONG_BODY]
             with self._engine.arrival():
                 async with lock:
                     if gone.done():
                         raise ApiError(400, "the client disconnected before its prompt was encoded")
-                    body = await asyncio.to_thread(read_body, data, kind, self._model, self._engine.longest)
+                    body = await asyncio.to_thread(
+                        read_body, data, kind, self._model, self._engine.longest
+                    )
                     prompt, new_tokens = await asyncio.to_thread(encoder.encode, body)
                     samplings = await asyncio.to_thread(self._engine.samplings, body)
                 self._engine.check_places(len(samplings) - 1)
@@ -109,13 +150,19 @@ class Service:
                     generations.append(self._engine.submit(prompt, new_tokens, sampling, arrived))
         finally:
             self._held -= len(data)
-        gone.add_done_callback(lambda _: [each.end("cancelled") for each in generations])  # without effect after their end
+        # without effect after their end
+        gone.add_done_callback(lambda _: [each.end("cancelled") for each in generations])
         tokenizer = self._engine.loaded.tokenizer
         form = AnswerForm(self._model, cache(partial(token_text, tokenizer)), chat=kind is ChatBody)
         pieces = _pieces(generations, arrived)
         if body.stream:
-            return StreamingResponse(self._events(form, body, generations, pieces), media_type="text/event-stream")
-        texts, logprobs = [list[str]() for _ in generations], [list[Logprobs]() for _ in generations]
+            return StreamingResponse(
+                self._events(form, body, generations, pieces), media_type="text/event-stream"
+            )
+        texts, logprobs = (
+            [list[str]() for _ in generations],
+            [list[Logprobs]() for _ in generations],
+        )
         async for number, piece in pieces:
             if piece is not None:
                 texts[number].append(piece.text)
@@ -127,14 +174,20 @@ class Service:
     async def _receive(self, request: Request, body: bytearray) -> None:
         """Reads the body of a request into ``body`` and counts its bytes among those held.
 
-        Raises ApiError if the header does not say JSON, if the body is too large, too slow or incomplete, or if other requests
-        hold too many bytes.
+        Raises ApiError if the header does not say JSON, if the body is too large, too slow or
+        incomplete, or if other requests hold too many bytes.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # browsers send other types from any page without asking the server
+        # browsers send other types from any page without asking the server
+        if kind != "application/json":
             raise ApiError(415, f"Content-Type: {shown(kind)}: expected application/json")
-        too_large = ApiError(413, f"the body exceeds {self._max_body} bytes (server.max_body_mb)", code="body_too_large")
-        if int(request.headers.get("content-length", "0")) > self._max_body:  # the HTTP parser has checked the number
+        too_large = ApiError(
+            413,
+            f"the body exceeds {self._max_body} bytes (server.max_body_mb)",
+            code="body_too_large",
+        )
+        # the HTTP parser has checked the number
+        if int(request.headers.get("content-length", "0")) > self._max_body:
             raise too_large
         try:
             async with asyncio.timeout(BODY_SECONDS), aclosing(request.stream()) as parts:
@@ -145,7 +198,9 @@ class Service:
                         raise too_large
                     if len(body) > SHORT_BODY and self._held > WAITING_BODIES * self._max_body:
                         raise ApiError(
-                            503, "the server already holds too many bytes of requests; try again later", code="unavailable"
+                            503,
+                            "the server already holds too many bytes of requests; try again later",
+                            code="unavailable",
                         )
         except ClientDisconnect as error:
             raise ApiError(400, "the client disconnected before its body was complete") from error
@@ -153,9 +208,15 @@ class Service:
             raise ApiError(408, f"the body has not arrived within {BODY_SECONDS} s") from error
 
     async def _events(
-        self, form: AnswerForm, body: Body, generations: list[Generation], pieces: AsyncIterator[tuple[int, Piece | None]]
+        self,
+        form: AnswerForm,
+        body: Body,
+        generations: list[Generation],
+        pieces: AsyncIterator[tuple[int, Piece | None]],
     ) -> AsyncIterator[bytes]:
-        """Yields the events of a stream. A failure is also an event, because the status was already sent."""
+        """Yields the events of a stream. A failure is also an event, because the status was already
+        sent.
+        """
         try:
             for number in range(len(generations) if isinstance(body, ChatBody) else 0):
                 yield event(form.piece(number, None))
@@ -171,7 +232,9 @@ class Service:
             yield event(error.body)
 
 
-async def _pieces(generations: list[Generation], arrived: Arrived) -> AsyncIterator[tuple[int, Piece | None]]:
+async def _pieces(
+    generations: list[Generation], arrived: Arrived
+) -> AsyncIterator[tuple[int, Piece | None]]:
     """Yields the pieces of all answers, each with the number of its answer; None ends an answer."""
     running = len(generations)
     while running:
@@ -193,17 +256,23 @@ async def _refuse(request: Request, error: Any) -> Response:
 
 
 async def _refuse_path(request: Request, error: Any) -> Response:
-    problem = ApiError(error.status_code, f"{request.method} {shown(request.url.path)}: {error.detail}")
+    problem = ApiError(
+        error.status_code, f"{request.method} {shown(request.url.path)}: {error.detail}"
+    )
     return JSONResponse(problem.body, error.status_code, error.headers)
 
 
 async def _fail(request: Request, error: Exception) -> Response:
-    """Answers after a fault of this server, without details; it is raised once more, and logged by Guard."""
+    """Answers after a fault of this server, without details; it is raised once more, and logged by
+    Guard.
+    """
     return await _refuse(request, ApiError(500, "the server failed"))
 
 
 class Guard:
-    """Checks the key of each request (None accepts all), counts it, and writes its line to the log."""
+    """Checks the key of each request (None accepts all), counts it, and writes its line to the
+    log.
+    """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, api_key: str | None) -> None:
         self._app, self._metrics, self._api_key = app, metrics, api_key
@@ -231,13 +300,22 @@ class Guard:
         finally:
             about = self._count(scope, status)
             if about or (scope["path"] not in QUIET and self._may_log()):
-                LOG.info("%s %s, %.3f s%s", where, status or "disconnected", time.monotonic() - began, about)
+                LOG.info(
+                    "%s %s, %.3f s%s",
+                    where,
+                    status or "disconnected",
+                    time.monotonic() - began,
+                    about,
+                )
 
     def _is_authorized(self, scope: Scope) -> bool:
         if self._api_key is None:
             return True
         scheme, _, token = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        return hmac.compare_digest(token.strip(), self._api_key.encode()) and scheme.lower() == b"bearer"
+        return (
+            hmac.compare_digest(token.strip(), self._api_key.encode())
+            and scheme.lower() == b"bearer"
+        )
 
     def _count(self, scope: Scope, status: int) -> str:
         """Counts a request that has been answered, and returns its numbers for the log."""
@@ -249,7 +327,9 @@ class Guard:
         for generation in generations:
             generation.end("cancelled")  # without effect unless the answer was cut short
             self._metrics.ended(generation)
-        times = [each.first_token - each.started for each in generations if each.first_token is not None]
+        times = [
+            each.first_token - each.started for each in generations if each.first_token is not None
+        ]
         first = f"{min(times):.3f} s" if times else "none"
         outcomes = ", ".join(dict.fromkeys(str(each.outcome) for each in generations))
         new = sum(len(each.tokens) for each in generations)

@@ -25,8 +25,11 @@ MAX_CHOICES = 16  # answers to one request
 MAX_STOP = 16  # stop strings
 MAX_STOP_LENGTH = 1000  # characters of one
 EMPTY = (None, "", [], {})  # values of parameters that count as left out
-OTHER_VALUES = 1000  # values allowed in a body besides a value per prompt token; each takes up to hundreds of bytes of memory
-STRING_OR_MORE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([,\[{])', re.DOTALL)  # a string, or a sign of one more value
+# values allowed in a body besides a value per prompt token; each takes up to hundreds of bytes of
+# memory
+OTHER_VALUES = 1000
+# a string, or a sign of one more value
+STRING_OR_MORE = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|([,\[{])', re.DOTALL)
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[Finite, Field(ge=-2, le=2)]
@@ -44,7 +47,9 @@ def _one_prompt(given: Any) -> str | list[int]:
         (given,) = given
     if given in ("", []):
         raise ValueError("it is empty; give some text")
-    if isinstance(given, str) or (isinstance(given, list) and all(type(token) is int and token >= 0 for token in given)):
+    if isinstance(given, str) or (
+        isinstance(given, list) and all(type(token) is int and token >= 0 for token in given)
+    ):
         return given
     raise ValueError("expected one text, or one list of tokens")
 
@@ -72,14 +77,18 @@ def _no_value(given: Any) -> Any:
 
 
 class Strict(BaseModel):
-    """An object whose values are not converted to other types, and whose unknown keys have no value: null or empty."""
+    """An object whose values are not converted to other types, and whose unknown keys have no
+    value: null or empty.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True)
     __pydantic_extra__: dict[str, Annotated[Any, PlainValidator(_no_value)]]  # pyrefly: ignore[bad-override-mutable-attribute]
 
 
 class StreamOptions(Strict):
-    """Options of a stream; ``include_usage`` adds an object with the numbers of tokens at its end."""
+    """Options of a stream; ``include_usage`` adds an object with the numbers of tokens at its
+    end.
+    """
 
     include_usage: bool | None = False
 
@@ -102,7 +111,13 @@ class Message(Strict):
     def _as_parts(cls, content: Any, info: ValidationInfo) -> Any:
         if content is None and info.data.get("role") != "assistant":
             raise NotAccepted("this parameter is missing", "missing_parameter")
-        return [] if content is None else [{"type": "text", "text": content}] if isinstance(content, str) else content
+        return (
+            []
+            if content is None
+            else [{"type": "text", "text": content}]
+            if isinstance(content, str)
+            else content
+        )
 
     def plain(self) -> dict[str, str]:
         """Returns the message as chat templates take it."""
@@ -111,7 +126,9 @@ class Message(Strict):
 
 
 class JsonSchema(Strict):
-    """A JSON schema of answers. ``name``, ``description`` and ``strict`` have no effect; answers always follow the schema."""
+    """A JSON schema of answers. ``name``, ``description`` and ``strict`` have no effect; answers
+    always follow the schema.
+    """
 
     name: str | None = None
     description: str | None = None
@@ -133,7 +150,9 @@ class ResponseFormat(Strict):
 
 
 class Body(Strict):
-    """Parameters of both kinds of requests. Unsupported ones are accepted only with values that have no effect."""
+    """Parameters of both kinds of requests. Unsupported ones are accepted only with values that
+    have no effect.
+    """
 
     model: str
     max_tokens: Count | None = None
@@ -160,12 +179,16 @@ class Body(Strict):
     def _not_with_a_schema(cls, ignored: bool | None, info: ValidationInfo) -> bool | None:
         form = info.data.get("response_format")
         if ignored and form is not None and form.type != "text":
-            raise ValueError("an answer ends where its response_format does; leave one of the two out")
+            raise ValueError(
+                "an answer ends where its response_format does; leave one of the two out"
+            )
         return ignored
 
     @field_validator("stream_options")
     @classmethod
-    def _only_in_streams(cls, options: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+    def _only_in_streams(
+        cls, options: StreamOptions | None, info: ValidationInfo
+    ) -> StreamOptions | None:
         if options is not None and options.include_usage and not info.data.get("stream"):
             raise ValueError("accepted only with stream=true")
         return options
@@ -177,7 +200,9 @@ class Body(Strict):
 
     @property
     def number_of_logprobs(self) -> int | None:
-        """The number of most likely tokens whose log-probabilities are returned per token; None without log-probabilities."""
+        """The number of most likely tokens whose log-probabilities are returned per token; None
+        without log-probabilities.
+        """
         raise NotImplementedError
 
     @property
@@ -241,8 +266,9 @@ class ChatBody(Body):
 def read_body(data: bytes | bytearray, kind: type[Body], model: str, longest: int) -> Body:
     """Returns the parsed body ``data``.
 
-    Raises ApiError if it is not JSON in UTF-8, has more values than a list of ``longest`` tokens needs, or asks for another
-    ``model``; or if a parameter, which the message names, is unknown, unsupported, missing, of the wrong type or out of range.
+    Raises ApiError if it is not JSON in UTF-8, has more values than a list of ``longest`` tokens
+    needs, or asks for another ``model``; or if a parameter, which the message names, is unknown,
+    unsupported, missing, of the wrong type or out of range.
     """
     most = longest + OTHER_VALUES
     more = (match for match in STRING_OR_MORE.finditer(data) if match.lastindex)
@@ -266,7 +292,11 @@ def _named(error: ValidationError) -> ApiError:
     if first["type"] == "missing":
         message, code = f"{where}: this parameter is missing", "missing_parameter"
     else:
-        value = f"={json.dumps(first['input'])}" if isinstance(first["input"], bool | int | float | None) else ""
+        value = (
+            f"={json.dumps(first['input'])}"
+            if isinstance(first["input"], bool | int | float | None)
+            else ""
+        )
         reason = first["msg"].removeprefix("Value error, ")
         message = f"{shown((where or 'the body') + value)}: {reason[0].lower()}{reason[1:]}"
         code = getattr(first.get("ctx", {}).get("error"), "code", None)

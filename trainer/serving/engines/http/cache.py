@@ -19,11 +19,14 @@ REQUESTS_ON_CPU = 8  # a CPU's cache has room for so many requests of the greate
 
 
 def check_limits(config: "PreTrainedConfig", cfg: ServerLimits) -> None:
-    """Raises UserError if the longest request exceeds ``server.pages`` or the positions of a model with this ``config``."""
+    """Raises UserError if the longest request exceeds ``server.pages`` or the positions of a model
+    with this ``config``.
+    """
     longest = longest_request(config, cfg)
     if cfg.pages is not None and cfg.pages < (needed := pages_of(longest, cfg)):
         raise UserError(
-            f"server.pages={cfg.pages}: a request of {longest} tokens takes {needed} pages of {cfg.page_size} tokens; "
+            f"server.pages={cfg.pages}: a request of {longest} tokens takes {needed} pages of "
+            f"{cfg.page_size} tokens; "
             "raise it, or lower server.max_length"
         )
 
@@ -33,18 +36,21 @@ def longest_request(config: "PreTrainedConfig", cfg: ServerLimits) -> int:
     positions = max_length(config)
     if cfg.max_length is not None and cfg.max_length > positions:
         raise UserError(
-            f"server.max_length={cfg.max_length}: the model has positions for {positions} tokens; lower it, or extend the "
+            f"server.max_length={cfg.max_length}: the model has positions for {positions} tokens; "
+            f"lower it, or extend the "
             "context with model.rope_scaling={rope_type: yarn, factor: ...}"
         )
     return cfg.max_length or positions
 
 
-def paged_cache_config(model: "PreTrainedModel", cfg: ServerLimits, sparse: "Sparse | None") -> "ContinuousBatchingConfig":
+def paged_cache_config(
+    model: "PreTrainedModel", cfg: ServerLimits, sparse: "Sparse | None"
+) -> "ContinuousBatchingConfig":
     """Returns the configuration of a manager for ``model``.
 
-    Batching is synchronous: with asynchronous batching, transformers 5.23 fails for all requests if one is cancelled in the
-    pass that completes one of its pages. Raises UserError if the cache of the longest request does not fit into memory, and
-    like :func:`check_limits`.
+    Batching is synchronous: with asynchronous batching, transformers 5.23 fails for all requests if
+    one is cancelled in the pass that completes one of its pages. Raises UserError if the cache of
+    the longest request does not fit into memory, and like :func:`check_limits`.
     """
     from transformers import ContinuousBatchingConfig
 
@@ -69,7 +75,9 @@ def paged_cache_config(model: "PreTrainedModel", cfg: ServerLimits, sparse: "Spa
 
 
 def pages_of(tokens: int, cfg: ServerLimits) -> int:
-    """Returns the pages that a request takes at most; the manager allots them in groups, so one more than its tokens fill."""
+    """Returns the pages that a request takes at most; the manager allots them in groups, so one
+    more than its tokens fill.
+    """
     return math.ceil(tokens / cfg.page_size) + 1
 
 
@@ -78,8 +86,10 @@ def too_small(model: "PreTrainedModel", cfg: ServerLimits, free: int) -> UserErr
     longest, size = longest_request(model.config, cfg), _bytes_of_page(model, cfg)
     fits = max(0, free // size - 1) * cfg.page_size
     return UserError(
-        f"the KV cache of one request of {longest} tokens takes {pages_of(longest, cfg) * size / 1e9:.2f} GB, and "
-        f"{free / 1e9:.2f} GB are free for it; lower server.max_length" + (f" to {fits} or less" if fits else "")
+        f"the KV cache of one request of {longest} tokens takes "
+        f"{pages_of(longest, cfg) * size / 1e9:.2f} GB, and "
+        f"{free / 1e9:.2f} GB are free for it; lower server.max_length"
+        + (f" to {fits} or less" if fits else "")
     )
 
 

@@ -1,4 +1,6 @@
-"""Limits on connections: on their number and on the time that one may wait for its client. Needs the extra ``serve``."""
+"""Limits on connections: on their number and on the time that one may wait for its client. Needs
+the extra ``serve``.
+"""
 
 import asyncio
 import logging
@@ -22,15 +24,17 @@ FULL_SECONDS = 0.01  # between two looks for a connection that can be closed
 
 
 class Connection(H11Protocol):
-    """A connection that is closed if no complete head arrives within :data:`HEAD_SECONDS` of its beginning or its last answer.
+    """A connection that is closed if no complete head arrives within :data:`HEAD_SECONDS` of its
+    beginning or its last answer.
 
-    A client that sends a request before the answer to the one before (pipelining) gets that answer and no other, so that it
-    cannot queue work for the server and read nothing.
+    A client that sends a request before the answer to the one before (pipelining) gets that answer
+    and no other, so that it cannot queue work for the server and read nothing.
     """
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # so that writing pauses as soon as the system takes no more
+        # so that writing pauses as soon as the system takes no more
+        transport.set_write_buffer_limits(0)
         self.began = time.monotonic()
         self._timer = self.loop.call_later(HEAD_SECONDS, self._close_if_idle)
 
@@ -50,12 +54,16 @@ class Connection(H11Protocol):
 
     @property
     def idle(self) -> bool:
-        """No request is being answered: its head is incomplete, or the rest of a refused body is arriving."""
+        """No request is being answered: its head is incomplete, or the rest of a refused body is
+        arriving.
+        """
         return self.cycle is None or self.cycle.response_complete
 
     @property
     def waits(self) -> bool:
-        """The client has yet to send the rest of a request or the next one, or to read its answer."""
+        """The client has yet to send the rest of a request or the next one, or to read its
+        answer.
+        """
         return self.idle or self.cycle.more_body or self.flow.write_paused
 
     def _close_if_idle(self) -> None:
@@ -64,11 +72,13 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which leaves :data:`RESERVE` descriptors of the process free, or a quarter of a small limit.
+    """uvicorn's server, which leaves :data:`RESERVE` descriptors of the process free, or a quarter
+    of a small limit.
 
-    Without descriptors, asyncio neither accepts nor closes connections, and a model could not open files. So a connection that
-    is too many replaces the oldest that waits for its client. If there is none, further clients wait in the system's queue.
-    Another exception than OSError while it accepts one ends the server, and ``run`` raises it.
+    Without descriptors, asyncio neither accepts nor closes connections, and a model could not open
+    files. So a connection that is too many replaces the oldest that waits for its client. If there
+    is none, further clients wait in the system's queue. Another exception than OSError while it
+    accepts one ends the server, and ``run`` raises it.
     """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -86,24 +96,34 @@ class Server(uvicorn.Server):
             self._accepting.result()
 
     async def _accept(self, bound: socket.socket, most: int) -> None:
-        loop, connections = asyncio.get_running_loop(), cast("set[Connection]", self.server_state.connections)
+        loop, connections = (
+            asyncio.get_running_loop(),
+            cast("set[Connection]", self.server_state.connections),
+        )
         protocol = partial(Connection, self.config, self.server_state, self.lifespan.state)
         may_warn = Few(1)
         while True:
             try:
                 client, _ = await loop.sock_accept(bound)
                 if sys.platform == "linux":  # other systems have no such limit
-                    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_SECONDS * 1000))
+                    client.setsockopt(
+                        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_SECONDS * 1000)
+                    )
                 _, new = await loop.connect_accepted_socket(protocol, client)
             except OSError:  # the client has left, or something else has taken the reserve
                 await asyncio.sleep(FULL_SECONDS)
                 continue
             while len(connections) > most:
                 if may_warn():
-                    LOG.warning("%d connections are open; those that wait for their client make room for others", most)
+                    LOG.warning(
+                        "%d connections are open; those that wait for their client make room for "
+                        "others",
+                        most,
+                    )
                 waiting = [each for each in connections if each.waits and each is not new]
                 if waiting:
-                    min(waiting, key=lambda each: each.began).transport.abort()  # close would wait until an answer is read
+                    # close would wait until an answer is read
+                    min(waiting, key=lambda each: each.began).transport.abort()
                 await asyncio.sleep(0 if waiting else FULL_SECONDS)
 
 
@@ -111,11 +131,15 @@ def _most_connections() -> int:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return MOST_CONNECTIONS
-    return max(1, min(MOST_CONNECTIONS, limit - len(os.listdir("/dev/fd")) - min(RESERVE, limit // 4)))
+    return max(
+        1, min(MOST_CONNECTIONS, limit - len(os.listdir("/dev/fd")) - min(RESERVE, limit // 4))
+    )
 
 
 class Few:
-    """Returns True for the first ``most`` calls in a minute, for lines of the log of which clients can cause any number."""
+    """Returns True for the first ``most`` calls in a minute, for lines of the log of which clients
+    can cause any number.
+    """
 
     def __init__(self, most: int) -> None:
         self._most, self._calls, self._end = most, 0, 0.0

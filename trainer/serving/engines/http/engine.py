@@ -21,7 +21,12 @@ from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.engines.generate_batch import check_attached
 from msattn.trainer.serving.engines.http.answers import ApiError, Logprobs
 from msattn.trainer.serving.engines.http.bodies import Body
-from msattn.trainer.serving.engines.http.cache import longest_request, paged_cache_config, pages_of, too_small
+from msattn.trainer.serving.engines.http.cache import (
+    longest_request,
+    paged_cache_config,
+    pages_of,
+    too_small,
+)
 from msattn.trainer.serving.engines.http.grammar import Grammars
 from msattn.trainer.serving.engines.http.sampling import Sampler, Sampling
 from msattn.trainer.serving.engines.http.text import AnswerText
@@ -33,13 +38,21 @@ if TYPE_CHECKING:
     from msattn.trainer.serving.sparse import Sparse
 
 FAILED = ApiError(500, "the server failed while generating the answer")
-STOPPED = ApiError(503, "the server is shutting down; the answer is not complete", code="unavailable")
-NO_WAY_ON = ApiError(400, "response_format: no token can continue the answer under this schema", param="response_format")
+STOPPED = ApiError(
+    503, "the server is shutting down; the answer is not complete", code="unavailable"
+)
+NO_WAY_ON = ApiError(
+    400,
+    "response_format: no token can continue the answer under this schema",
+    param="response_format",
+)
 STOP_SECONDS = 10.0  # for the model's current pass when the manager is stopped
 
 
 class Pages(NamedTuple):
-    """Pages of the cache: in use by requests, kept for prompts that begin with the same tokens, and all of them."""
+    """Pages of the cache: in use by requests, kept for prompts that begin with the same tokens, and
+    all of them.
+    """
 
     used: int
     cached: int
@@ -47,7 +60,9 @@ class Pages(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A part of an answer: text and log-probabilities, whose tokens need not match the text exactly."""
+    """A part of an answer: text and log-probabilities, whose tokens need not match the text
+    exactly.
+    """
 
     text: str
     logprobs: list[Logprobs]
@@ -56,11 +71,19 @@ class Piece(NamedTuple):
 class Generation:
     """A request that the manager runs; all methods belong to the event loop.
 
-    Puts itself into ``arrived`` with each piece of its text up to a stop string, with an error, and with None at its end. The
-    answers to one request share this queue. Its end does not depend on when the queue is read.
+    Puts itself into ``arrived`` with each piece of its text up to a stop string, with an error, and
+    with None at its end. The answers to one request share this queue. Its end does not depend on
+    when the queue is read.
     """
 
-    def __init__(self, engine: "Engine", name: str, prompt_tokens: int, sampling: Sampling, arrived: "Arrived") -> None:
+    def __init__(
+        self,
+        engine: "Engine",
+        name: str,
+        prompt_tokens: int,
+        sampling: Sampling,
+        arrived: "Arrived",
+    ) -> None:
         self.name, self.prompt_tokens, self.tokens = name, prompt_tokens, list[int]()
         self.sampling, self._text = sampling, AnswerText(engine.loaded.tokenizer, sampling.stop)
         self.outcome: str | None = None  # stop, length, failed or cancelled; None while it runs
@@ -75,19 +98,25 @@ class Generation:
             return
         try:
             self._take(output)
-        except Exception as error:  # a fault of this server, which is raised where the answer is written
+        except (
+            Exception
+        ) as error:  # a fault of this server, which is raised where the answer is written
             self.fail(error, "failed")
 
     def _take(self, output: "GenerationOutput") -> None:
         known, running = len(self.tokens), not output.is_finished()
-        new, logprobs = output.generated_tokens[known:], cast("Any", output.logprobs)[known:]  # [] if none are asked for
+        # [] if none are asked for
+        new, logprobs = output.generated_tokens[known:], cast("Any", output.logprobs)[known:]
         piece, ends = Piece("", []), False
         for token, logprob in zip_longest(new, logprobs):
             self.first_token = self.first_token or time.monotonic()
             self.tokens.append(token)
             ends = token in self.sampling.ends
             if not ends:
-                piece = Piece(piece.text + self._text.push(token), piece.logprobs + [logprob] * (logprob is not None))
+                piece = Piece(
+                    piece.text + self._text.push(token),
+                    piece.logprobs + [logprob] * (logprob is not None),
+                )
             if self._text.stopped:
                 break
         if not running:
@@ -108,7 +137,9 @@ class Generation:
             self.end(outcome, running=running)
 
     def end(self, outcome: str, *, running: bool = True) -> None:
-        """Ends the request; a second call has no effect. If it is ``running`` in the manager, the next pass frees its pages."""
+        """Ends the request; a second call has no effect. If it is ``running`` in the manager, the
+        next pass frees its pages.
+        """
         if self.outcome is None:
             self.outcome, self.ended = outcome, time.monotonic()
             self._arrived.put_nowait((self, None))
@@ -125,7 +156,9 @@ def usage_of(generations: list[Generation]) -> dict[str, int]:
 
 
 class Engine:
-    """A model, attached or dense, with its manager, whose thread runs between :meth:`start` and :meth:`stop`."""
+    """A model, attached or dense, with its manager, whose thread runs between :meth:`start` and
+    :meth:`stop`.
+    """
 
     def __init__(self, loaded: Loaded, cfg: ServeConfig, sparse: "Sparse | None" = None) -> None:
         self.loaded, self.sparse, self._cfg = loaded, sparse, cfg
@@ -138,11 +171,15 @@ class Engine:
         self._lost: BaseException | None = None
         own: Any = loaded.model.generation_config
         sampled = own is not None and own.do_sample
-        self._temperature, self._top_p = (own.temperature or 1, own.top_p or 1) if sampled else (1, 1)
+        self._temperature, self._top_p = (
+            (own.temperature or 1, own.top_p or 1) if sampled else (1, 1)
+        )
         self._seeds = random.Random(cfg.seed)  # seeds for requests without one
         self._manager = self._create_manager()
         vocabulary = text_config(loaded.model.config).vocab_size
-        self._sampler = self._manager.logit_processor = Sampler(cfg.server.max_running, vocabulary, loaded.model.device)
+        self._sampler = self._manager.logit_processor = Sampler(
+            cfg.server.max_running, vocabulary, loaded.model.device
+        )
         self._grammars = Grammars(loaded.tokenizer, vocabulary, self.ends)
 
     def _create_manager(self) -> Any:
@@ -155,12 +192,16 @@ class Engine:
         generation = GenerationConfig(do_sample=False, eos_token_id=self.ends or -1)
         config = paged_cache_config(model, self._cfg.server, self.sparse)
         with _served(model, self.sparse):
-            return model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
+            return model.init_continuous_batching(
+                generation_config=generation, continuous_batching_config=config
+            )
 
     def start(self) -> None:
-        """Allocates the cache, captures CUDA graphs where the manager uses them, and starts its thread.
+        """Allocates the cache, captures CUDA graphs where the manager uses them, and starts its
+        thread.
 
-        Raises UserError if memory is too small for the cache, or its layers are of a kind that the manager does not serve.
+        Raises UserError if memory is too small for the cache, or its layers are of a kind that the
+        manager does not serve.
         """
         server, model = self._cfg.server, self.loaded.model
         try:
@@ -168,7 +209,8 @@ class Engine:
                 self._manager.warmup()
         except MemoryError as error:
             raise UserError(
-                f"memory is too small for the KV cache ({first_line(error)}); lower server.pages or server.batch_tokens, "
+                f"memory is too small for the KV cache ({first_line(error)}); lower server.pages "
+                f"or server.batch_tokens, "
                 "or leave out server.pages"
             ) from error
         batches = self._manager.batch_processor.inputs_and_outputs
@@ -184,7 +226,9 @@ class Engine:
         threading.excepthook = self._other_threads
 
     def _on_lost_thread(self, lost: threading.ExceptHookArgs) -> None:
-        """Keeps what has ended the manager's thread where it is no Exception, which the manager would have kept itself."""
+        """Keeps what has ended the manager's thread where it is no Exception, which the manager
+        would have kept itself.
+        """
         if lost.thread is self._manager._generation_thread:
             self._lost = lost.exc_value
         else:
@@ -195,7 +239,9 @@ class Engine:
         """The reason why the manager's thread has ended; None while it runs."""
         error = self._manager.background_thread_status.fatal_error or self._lost
         if error is not None:
-            return Fault(f"the thread that generates has ended ({type(error).__name__}: {first_line(error)})")
+            return Fault(
+                f"the thread that generates has ended ({type(error).__name__}: {first_line(error)})"
+            )
         return None if self._manager.is_running() else Fault("the thread that generates has ended")
 
     @property
@@ -210,7 +256,9 @@ class Engine:
 
     @contextmanager
     def arrival(self) -> Iterator[None]:
-        """Keeps a place among the waiting requests for one that has arrived until it is submitted; ApiError without one."""
+        """Keeps a place among the waiting requests for one that has arrived until it is submitted;
+        ApiError without one.
+        """
         self._check_runs()
         self.check_places(1)
         self._arriving += 1
@@ -223,7 +271,9 @@ class Engine:
         """Raises ApiError if the queue of waiting answers has no room for ``more``."""
         most = self._cfg.server.max_waiting
         if self._arriving + self.waiting + more > most:
-            raise ApiError(429, f"{most} requests are waiting already; try again later", code="queue_full")
+            raise ApiError(
+                429, f"{most} requests are waiting already; try again later", code="queue_full"
+            )
 
     def _check_runs(self) -> None:
         """Raises ApiError if the server stops or has failed."""
@@ -233,13 +283,23 @@ class Engine:
             raise ApiError(503, "the server has failed and is shutting down", code="unavailable")
 
     def samplings(self, body: Body) -> list[Sampling]:
-        """Returns the parameters of each answer that a request asks for; ApiError for a grammar that is not valid.
+        """Returns the parameters of each answer that a request asks for; ApiError for a grammar
+        that is not valid.
 
-        ``temperature`` and ``top_p`` are by default those of the model's generation_config.json if it samples, otherwise 1.
+        ``temperature`` and ``top_p`` are by default those of the model's generation_config.json if
+        it samples, otherwise 1.
         """
-        for name, tokens in (("logit_bias", body.logit_bias or ()), ("stop_token_ids", body.stop_token_ids or ())):
-            if unknown := next((token for token in tokens if token >= self._sampler.vocabulary), None):
-                message = f"{name}: token {unknown} is outside the vocabulary ({self._sampler.vocabulary} tokens)"
+        for name, tokens in (
+            ("logit_bias", body.logit_bias or ()),
+            ("stop_token_ids", body.stop_token_ids or ()),
+        ):
+            if unknown := next(
+                (token for token in tokens if token >= self._sampler.vocabulary), None
+            ):
+                message = (
+                    f"{name}: token {unknown} is outside the vocabulary "
+                    f"({self._sampler.vocabulary} tokens)"
+                )
                 raise ApiError(400, message, param=name)
         seed = self._seeds.getrandbits(64) if body.seed is None else body.seed
         return [
@@ -252,7 +312,9 @@ class Engine:
                 presence_penalty=body.presence_penalty or 0.0,
                 frequency_penalty=body.frequency_penalty or 0.0,
                 logit_bias=body.logit_bias or {},
-                grammar=None if body.schema_of_answer is None else self._grammars.of_schema(body.schema_of_answer),
+                grammar=None
+                if body.schema_of_answer is None
+                else self._grammars.of_schema(body.schema_of_answer),
                 logprobs=body.number_of_logprobs,
                 stop=body.stop,
                 ends={*(() if body.ignore_eos else self.ends), *(body.stop_token_ids or ())},
@@ -260,11 +322,17 @@ class Engine:
             for number in range(body.n or 1)
         ]
 
-    def submit(self, prompt: list[int], max_tokens: int, sampling: Sampling, arrived: Arrived) -> Generation:
-        """Begins an answer, which goes to the queue ``arrived``; ApiError if the server stops or has failed."""
+    def submit(
+        self, prompt: list[int], max_tokens: int, sampling: Sampling, arrived: Arrived
+    ) -> Generation:
+        """Begins an answer, which goes to the queue ``arrived``; ApiError if the server stops or
+        has failed.
+        """
         self._check_runs()
         self._loop = asyncio.get_running_loop()
-        generation = Generation(self, f"request-{next(self._names)}", len(prompt), sampling, arrived)
+        generation = Generation(
+            self, f"request-{next(self._names)}", len(prompt), sampling, arrived
+        )
         self._open[generation.name] = generation
         self._manager.register_result_handler(generation.name, generation.deliver)
         added = self._manager.add_request(
@@ -283,22 +351,28 @@ class Engine:
     def close(self, generation: Generation, *, running: bool) -> None:
         """Forgets a request that has ended, and cancels it if it is ``running`` in the manager."""
         del self._open[generation.name]
-        if running:  # the manager forgets the handlers of requests that it finished, but not of those that are cancelled
+        # the manager forgets the handlers of requests that it finished, but not of those that are
+        # cancelled
+        if running:
             self._manager.output_router.result_handlers.pop(generation.name, None)
             self._manager.cancel_request(generation.name)
 
     def fail_all(self) -> None:
-        """Ends all requests, after a fault or because the server stops; may be called from any thread."""
+        """Ends all requests, after a fault or because the server stops; may be called from any
+        thread.
+        """
         reason = (STOPPED, "cancelled") if self.fault is None else (FAILED, "failed")
         for generation in list(self._open.values()):
             cast("Any", self._loop).call_soon_threadsafe(generation.fail, *reason)
 
     def tend(self) -> None:
-        """Does what the manager of transformers 5.23 leaves undone when requests are cancelled; to be called regularly.
+        """Does what the manager of transformers 5.23 leaves undone when requests are cancelled; to
+        be called regularly.
 
-        When memory is short, it sets requests back and begins no other until one ends; if the last that runs is cancelled
-        instead, it would begin none any more. And tokens of a cancelled request, of which there are some until its next pass,
-        go to a queue that grows if no one reads it.
+        When memory is short, it sets requests back and begins no other until one ends; if the last
+        that runs is cancelled instead, it would begin none any more. And tokens of a cancelled
+        request, of which there are some until its next pass, go to a queue that grows if no one
+        reads it.
         """
         scheduler = self._manager.batch_processor.scheduler
         if scheduler.block_new_requests and not scheduler.active_requests:
@@ -322,27 +396,43 @@ class Engine:
         return Pages(used, kept, cache.num_blocks)
 
     def attention_stats(self) -> dict[str, float]:
-        """Returns ``sparsity`` and ``selectivity`` as far as there are any, between two passes of the model."""
+        """Returns ``sparsity`` and ``selectivity`` as far as there are any, between two passes of
+        the model.
+        """
         if self.sparse is None:
             return {}
         with suppress(RuntimeError):  # the thread has ended
             with self._manager.pause():
                 stats = self.sparse.stats()
-            return {name: stats[name] for name in ("sparsity", "selectivity") if stats[name] is not None}
+            return {
+                name: stats[name] for name in ("sparsity", "selectivity") if stats[name] is not None
+            }
         return {}
 
 
 @contextmanager
 def _served(model: "PreTrainedModel", sparse: "Sparse | None") -> Iterator[None]:
-    """Raises a UserError with a remedy for a model that continuous batching does not serve, as it is or as it is attached."""
+    """Raises a UserError with a remedy for a model that continuous batching does not serve, as it
+    is or as it is attached.
+    """
     config = model.config.get_text_config()
-    never = {"chunked_attention", "linear_attention"} & {*(getattr(config, "layer_types", None) or ())}
+    never = {"chunked_attention", "linear_attention"} & {
+        *(getattr(config, "layer_types", None) or ())
+    }
     capped = getattr(config, "attn_logit_softcapping", None)
-    remedy = "use msattn generate" if sparse is None or never or capped else "give dense=true, or use msattn generate"
+    remedy = (
+        "use msattn generate"
+        if sparse is None or never or capped
+        else "give dense=true, or use msattn generate"
+    )
 
     def refused(error: Exception) -> UserError:
-        reason = first_line(error).removeprefix("generate_batch: ").removesuffix("; use model.generate")
-        return UserError(f"serve: continuous batching does not serve this model ({reason}); {remedy}")
+        reason = (
+            first_line(error).removeprefix("generate_batch: ").removesuffix("; use model.generate")
+        )
+        return UserError(
+            f"serve: continuous batching does not serve this model ({reason}); {remedy}"
+        )
 
     try:
         if sparse is not None:

@@ -1,4 +1,6 @@
-"""Answers that follow a JSON schema (``response_format``), by llguidance. Needs the extra ``grammar``."""
+"""Answers that follow a JSON schema (``response_format``), by llguidance. Needs the extra
+``grammar``.
+"""
 
 from collections.abc import Collection
 from functools import cached_property
@@ -25,7 +27,11 @@ class Grammars:
     def _prepared(self) -> Any:
         """llguidance's tokenizer, which takes a second to make."""
         if find_spec("llguidance") is None:
-            raise ApiError(400, f"{PARAM}: this server lacks llguidance; pip install 'msattn[grammar]'", param=PARAM)
+            raise ApiError(
+                400,
+                f"{PARAM}: this server lacks llguidance; pip install 'msattn[grammar]'",
+                param=PARAM,
+            )
         if not self._ends:
             raise ApiError(400, f"{PARAM}: the model has no token that ends a text", param=PARAM)
         from llguidance.hf import from_tokenizer
@@ -36,14 +42,20 @@ class Grammars:
             raise ApiError(400, f"{PARAM}: {error}", param=PARAM) from error
 
     def of_schema(self, schema: dict[str, Any]) -> "JsonGrammar":
-        """Returns the grammar of a JSON schema; ApiError for one that is not valid, or has parts that are not supported."""
+        """Returns the grammar of a JSON schema; ApiError for one that is not valid, or has parts
+        that are not supported.
+        """
         tokenizer = self._prepared
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_json_schema(schema, overrides=FORM), log_level=0)
+        matcher = LLMatcher(
+            tokenizer, LLMatcher.grammar_from_json_schema(schema, overrides=FORM), log_level=0
+        )
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())[:300]
-            raise ApiError(400, f"{PARAM}.json_schema.schema: {reason}", param=f"{PARAM}.json_schema.schema")
+            raise ApiError(
+                400, f"{PARAM}.json_schema.schema: {reason}", param=f"{PARAM}.json_schema.schema"
+            )
         return JsonGrammar(matcher, self._ends, self._vocabulary)
 
 
@@ -55,13 +67,17 @@ class JsonGrammar:
 
     @property
     def failed(self) -> bool:
-        """True if the grammar got too complex, or no token can go on; such an answer ends at once."""
+        """True if the grammar got too complex, or no token can go on; such an answer ends at
+        once.
+        """
         return self._matcher.is_error()
 
     def allowed(self) -> Tensor:
         """Returns the tokens that may come next."""
         if not self._matcher.is_stopped():
-            mask = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8).bool()
+            mask = torch.frombuffer(
+                bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8
+            ).bool()
             if not self.failed:
                 return mask
         ends = torch.zeros(self._vocabulary, dtype=torch.bool)

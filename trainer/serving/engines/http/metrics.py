@@ -15,7 +15,8 @@ from msattn.trainer.training.tracker import Tracker
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)  # upper ends of the histograms' buckets
 LOG_SECONDS = 10.0  # between two logs to a tracker
 END_SECONDS = 5.0  # time limit of the last reading, which waits for the model's pass
-STATS_SECONDS = 1.0  # what the model has read is cached for this time: asking for it delays the next pass
+# what the model has read is cached for this time: asking for it delays the next pass
+STATS_SECONDS = 1.0
 STATS = {
     "sparsity": "Share of the causally visible blocks that prompts did not read, since startup",
     "selectivity": "Share of the visible keys that new tokens read in routed layers, since startup",
@@ -31,11 +32,19 @@ class Metrics:
         self._registry = CollectorRegistry()
         kept: Any = {"registry": self._registry}
         self._requests = Counter("msattn_requests", "Requests by outcome", ["outcome"], **kept)
-        self._prompt_tokens = Counter("msattn_prompt_tokens", "Prompt tokens of finished requests", **kept)
-        self._generated_tokens = Counter("msattn_generated_tokens", "New tokens of finished requests", **kept)
+        self._prompt_tokens = Counter(
+            "msattn_prompt_tokens", "Prompt tokens of finished requests", **kept
+        )
+        self._generated_tokens = Counter(
+            "msattn_generated_tokens", "New tokens of finished requests", **kept
+        )
         first = "Seconds from a request's entry into the queue to its first token"
-        self._first_token = Histogram("msattn_time_to_first_token_seconds", first, buckets=SECONDS, **kept)
-        self._duration = Histogram("msattn_request_duration_seconds", "Seconds of a request", buckets=SECONDS, **kept)
+        self._first_token = Histogram(
+            "msattn_time_to_first_token_seconds", first, buckets=SECONDS, **kept
+        )
+        self._duration = Histogram(
+            "msattn_request_duration_seconds", "Seconds of a request", buckets=SECONDS, **kept
+        )
         self._registry.register(self)  # pyrefly: ignore[bad-argument-type]
 
     def refused(self) -> None:
@@ -59,7 +68,10 @@ class Metrics:
             "requests_running": ("Unfinished requests with a first token", self._engine.running),
             "requests_waiting": ("Submitted requests without a first token", self._engine.waiting),
             "cache_pages_used": ("Pages of the KV cache that requests use", pages.used),
-            "cache_pages_cached": ("Unused pages that are kept for prompts with the same prefix", pages.cached),
+            "cache_pages_cached": (
+                "Unused pages that are kept for prompts with the same prefix",
+                pages.cached,
+            ),
             "cache_pages_total": ("Pages of the KV cache", pages.total),
             **{name: (STATS[name], value) for name, value in self._latest_stats().items()},
         }
@@ -74,7 +86,9 @@ class Metrics:
             return self._stats
 
     def describe(self) -> list[Any]:
-        """Returns nothing: the registry then asks for no values before the first request for them."""
+        """Returns nothing: the registry then asks for no values before the first request for
+        them.
+        """
         return []
 
     def text(self) -> bytes:
@@ -82,7 +96,9 @@ class Metrics:
         return generate_latest(self._registry)
 
     def figures(self) -> dict[str, float]:
-        """Returns the metrics as numbers for a tracker, with the means of the histograms. It waits for the pass that runs."""
+        """Returns the metrics as numbers for a tracker, with the means of the histograms. It waits
+        for the pass that runs.
+        """
         samples = [sample for family in self._registry.collect() for sample in family.samples]
         figures = {
             "/".join((sample.name.removeprefix("msattn_"), *sample.labels.values())): sample.value
@@ -98,7 +114,9 @@ class Metrics:
 
 @contextmanager
 def logged(metrics: Metrics, tracker: Tracker | None) -> Iterator[None]:
-    """Logs ``metrics`` every :data:`LOG_SECONDS` in which they change, and at the end. Does nothing without a tracker."""
+    """Logs ``metrics`` every :data:`LOG_SECONDS` in which they change, and at the end. Does nothing
+    without a tracker.
+    """
     if tracker is None:
         yield
         return

@@ -19,17 +19,25 @@ CLOSE_SECONDS = 5  # for answers that are being sent when the server stops
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a socket that is bound but does not listen yet; UserError for an address that cannot be used."""
+    """Returns a socket that is bound but does not listen yet; UserError for an address that cannot
+    be used.
+    """
     where = f"--host {shown(host)} --port {port}"
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM
+        )[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except (socket.gaierror, UnicodeError) as error:
-        raise UserError(f"--host {shown(host)}: {first_line(error)}; expected an address of this machine") from error
+        raise UserError(
+            f"--host {shown(host)}: {first_line(error)}; expected an address of this machine"
+        ) from error
     except OSError as error:
-        raise UserError(f"{where}: {getattr(error, 'strerror', None) or error}; give another one, e.g. --port 0") from error
+        raise UserError(
+            f"{where}: {getattr(error, 'strerror', None) or error}; give another one, e.g. --port 0"
+        ) from error
     return bound
 
 
@@ -40,16 +48,18 @@ def address(bound: socket.socket) -> str:
 
 
 class Supervisor:
-    """Runs the HTTP server in a thread until Ctrl-C or SIGTERM, or until the engine fails; belongs to the main thread.
+    """Runs the HTTP server in a thread until Ctrl-C or SIGTERM, or until the engine fails; belongs
+    to the main thread.
 
-    After a first signal, requests that run have ``drain_s`` seconds to finish, and new ones get 503. A second one ends the
-    process at once.
+    After a first signal, requests that run have ``drain_s`` seconds to finish, and new ones get
+    503. A second one ends the process at once.
     """
 
     def __init__(self, app: Any, engine: Engine, *, drain_s: float) -> None:
         # Errors and accesses have lines of their own; a client that sends no HTTP needs none.
         config = uvicorn.Config(
-            app, log_config=None, log_level="critical", access_log=False, lifespan="off", ws="none", loop="asyncio",
+            app, log_config=None, log_level="critical", access_log=False, lifespan="off", ws="none",
+            loop="asyncio",
             server_header=False, timeout_graceful_shutdown=CLOSE_SECONDS,
         )  # fmt: skip
         self._server, self._engine, self._drain_s = Server(config), engine, drain_s
@@ -57,8 +67,12 @@ class Supervisor:
         self._error: BaseException | None = None  # has ended the HTTP server
 
     def run(self, bound: socket.socket) -> None:
-        """Serves at ``bound`` and returns after a signal; Fault if the engine or the HTTP server ends by itself."""
-        thread = threading.Thread(target=self._serve, args=(bound,), name="msattn-http", daemon=True)
+        """Serves at ``bound`` and returns after a signal; Fault if the engine or the HTTP server
+        ends by itself.
+        """
+        thread = threading.Thread(
+            target=self._serve, args=(bound,), name="msattn-http", daemon=True
+        )
         with handled(self._on_signal):
             thread.start()
             while not self._stopped and self._fault(thread) is None:
@@ -91,16 +105,25 @@ class Supervisor:
     def _fault(self, thread: threading.Thread) -> Fault | None:
         if self._engine.fault is not None or thread.is_alive():
             return self._engine.fault
-        reason = "" if self._error is None else f" ({type(self._error).__name__}: {first_line(self._error)})"
+        reason = (
+            ""
+            if self._error is None
+            else f" ({type(self._error).__name__}: {first_line(self._error)})"
+        )
         return Fault(f"the HTTP server has ended{reason}")
 
     def _drain(self) -> None:
         """Waits until the requests that run have finished, at most ``drain_s`` seconds."""
         if open_requests := self._engine.running + self._engine.waiting:
             print_once(
-                f"stopping: {open_requests} requests have {self._drain_s:g} s to finish; a second signal ends them at once"
+                f"stopping: {open_requests} requests have {self._drain_s:g} s to finish; a second "
+                f"signal ends them at once"
             )
         deadline = time.monotonic() + self._drain_s
-        while self._engine.running + self._engine.waiting and self._engine.fault is None and time.monotonic() < deadline:
+        while (
+            self._engine.running + self._engine.waiting
+            and self._engine.fault is None
+            and time.monotonic() < deadline
+        ):
             self._engine.tend()
             time.sleep(POLL)

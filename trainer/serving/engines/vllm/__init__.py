@@ -1,8 +1,9 @@
 """Sparse attention inside vLLM, as an attention backend of its name.
 
-``plugin`` registers the backend with vLLM, ``cpu`` lets vLLM's CPU platform find it, ``engine`` reads what is served from the
-configuration of the engine and checks it, and ``backend`` computes attention over vLLM's pages, with the operations and the
-state of ``msattn.trainer.serving.paged`` and ``.cache``.
+``plugin`` registers the backend with vLLM, ``cpu`` lets vLLM's CPU platform find it, ``engine``
+reads what is served from the configuration of the engine and checks it, and ``backend`` computes
+attention over vLLM's pages, with the operations and the state of ``msattn.trainer.serving.paged``
+and ``.cache``.
 
 Import from the modules. ``backend`` needs vLLM to be installed.
 """

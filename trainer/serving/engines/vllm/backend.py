@@ -1,7 +1,7 @@
 """Attention over the pages of vLLM: the backend, the description of a pass, and the layers.
 
-vLLM hands over queries and keys after RoPE, which the positions invert. The state of the pages belongs to slots, so shared
-prefixes and preempted requests need nothing here.
+vLLM hands over queries and keys after RoPE, which the positions invert. The state of the pages
+belongs to slots, so shared prefixes and preempted requests need nothing here.
 """
 
 from dataclasses import dataclass, field
@@ -53,7 +53,11 @@ class Backend(AttentionBackend):
 
     @staticmethod
     def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
         """Returns the shape that is the only one since vLLM 0.29, which does not ask for it."""
         return num_blocks, num_kv_heads, block_size, 2 * head_size
@@ -63,8 +67,8 @@ class Backend(AttentionBackend):
 class Metadata:
     """A forward pass, which all layers share.
 
-    Its first layer describes it, from vLLM's tensors: they have fixed addresses, so a CUDA graph of a pass, which is replayed
-    for later ones, describes each of them.
+    Its first layer describes it, from vLLM's tensors: they have fixed addresses, so a CUDA graph of
+    a pass, which is replayed for later ones, describes each of them.
     """
 
     attention: PagedAttention
@@ -83,8 +87,12 @@ class Metadata:
         """The number of tokens; vLLM's tensors may be padded to more."""
         return self.given.num_actual_tokens
 
-    def inputs(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> LayerInputs:
-        """Returns the inputs of a layer from its queries, keys and values ``[T, H, D]`` after RoPE."""
+    def inputs(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
+    ) -> LayerInputs:
+        """Returns the inputs of a layer from its queries, keys and values ``[T, H, D]`` after
+        RoPE.
+        """
         if layer == min(self.state.caches):
             self._begin()
         q, k, v = (x[: self.tokens].transpose(0, 1)[None] for x in (q, k, v))
@@ -94,19 +102,36 @@ class Metadata:
         else:
             cos, sin = cos[..., :0], sin[..., :0]
         return LayerInputs(
-            layer, q, k, v, q_nope, k_nope, cos, sin, scale, None, self.current, positions=self.positions, softcap=softcap
+            layer,
+            q,
+            k,
+            v,
+            q_nope,
+            k_nope,
+            cos,
+            sin,
+            scale,
+            None,
+            self.current,
+            positions=self.positions,
+            softcap=softcap,
         )
 
     def _begin(self) -> None:
         given, state, kv_len = self.given, self.state, self.given.seq_lens
-        slots = given.slot_mapping[: self.tokens].long().clamp(min=0)  # padding is -1; page 0 belongs to no request
+        # padding is -1; page 0 belongs to no request
+        slots = given.slot_mapping[: self.tokens].long().clamp(min=0)
         places = slots // state.page_size, slots % state.page_size
         table = given.block_table_tensor[:, : -(-given.max_seq_len // state.page_size)]
         if given.max_query_len == 1 and self.tokens == len(kv_len):
-            self.current = self.attention.begin_new_tokens(state, *places, table, kv_len, given.max_seq_len)
+            self.current = self.attention.begin_new_tokens(
+                state, *places, table, kv_len, given.max_seq_len
+            )
             positions = (kv_len.long() - 1).clamp(min=0)
         else:
-            self.current = self.attention.begin_tables(state, *places, table, given.query_start_loc, kv_len)
+            self.current = self.attention.begin_tables(
+                state, *places, table, given.query_start_loc, kv_len
+            )
             positions = _positions(given.query_start_loc, kv_len, self.tokens)
         self.positions = positions[None]
         self.cos, self.sin = self.rotation.angles(self.positions, self.dtype)
@@ -117,7 +142,9 @@ class Builder(AttentionMetadataBuilder[Metadata]):
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.config = vllm_config.model_config.hf_text_config
         self.sparse = sparse_of(vllm_config, device)
@@ -125,19 +152,27 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         self._state: PagedState | None = None
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
     ) -> Metadata:
         """Returns a pass, which its first layer describes."""
         assert self.sparse.rotation is not None
         return Metadata(
-            self.sparse.paged, self.state(), common_attn_metadata, self.sparse.rotation, self.rotates,
+            self.sparse.paged, self.state(), common_attn_metadata, self.sparse.rotation,
+            self.rotates,
             self.vllm_config.model_config.dtype,
         )  # fmt: skip
 
-    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Metadata:
-        """Returns a pass after its layers have run once, so that its capture compiles no kernel and folds no classifier.
+    def build_for_cudagraph_capture(
+        self, common_attn_metadata: CommonAttentionMetadata
+    ) -> Metadata:
+        """Returns a pass after its layers have run once, so that its capture compiles no kernel and
+        folds no classifier.
 
-        vLLM's own run before the capture may be too short to reach the kernels that the capture launches.
+        vLLM's own run before the capture may be too short to reach the kernels that the capture
+        launches.
         """
         metadata = super().build_for_cudagraph_capture(common_attn_metadata)
         if common_attn_metadata.max_query_len == 1:
@@ -148,18 +183,27 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         return metadata
 
     def state(self) -> PagedState:
-        """Returns the state of the pages, which vLLM allocates after it has created its builders."""
+        """Returns the state of the pages, which vLLM allocates after it has created its
+        builders.
+        """
         if self._state is None:
             layers = self.vllm_config.compilation_config.static_forward_context
-            caches = {extract_layer_index(name): _views(layers[name].kv_cache) for name in self.layer_names}
+            caches = {
+                extract_layer_index(name): _views(layers[name].kv_cache)
+                for name in self.layer_names
+            }
             requests = self.vllm_config.scheduler_config.max_num_seqs
-            self._state = PagedState(caches, **self.sparse.paged.state_options(self.config, requests))
+            self._state = PagedState(
+                caches, **self.sparse.paged.state_options(self.config, requests)
+            )
             self.sparse.paged.create_counters(self._state)
         return self._state
 
 
 class Impl(AttentionImpl[Metadata]):
-    """The attention of a layer; its parameters are vLLM's. UserError for attention that the kernels do not compute."""
+    """The attention of a layer; its parameters are vLLM's. UserError for attention that the kernels
+    do not compute.
+    """
 
     def __init__(
         self,
@@ -178,13 +222,23 @@ class Impl(AttentionImpl[Metadata]):
         check_layer(
             alibi_slopes=alibi_slopes,
             sliding_window=sliding_window,
-            kv_cache_dtype=None if kv_cache_dtype in Backend.supported_kv_cache_dtypes else kv_cache_dtype,
+            kv_cache_dtype=None
+            if kv_cache_dtype in Backend.supported_kv_cache_dtypes
+            else kv_cache_dtype,
             attn_type=None if attn_type == AttentionType.DECODER else attn_type,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             sinks=None if sinks is None else "...",
         )
-        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
-        self.scale, self.softcap, self.kv_cache_dtype = float(scale), logits_soft_cap or None, kv_cache_dtype
+        self.num_heads, self.head_size, self.num_kv_heads = (
+            num_heads,
+            head_size,
+            num_kv_heads or num_heads,
+        )
+        self.scale, self.softcap, self.kv_cache_dtype = (
+            float(scale),
+            logits_soft_cap or None,
+            kv_cache_dtype,
+        )
 
     def forward(
         self,
@@ -198,7 +252,8 @@ class Impl(AttentionImpl[Metadata]):
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
-        """Writes keys, values and buckets of the new tokens, and their attention ``[T, Hq, D]`` to ``output``.
+        """Writes keys, values and buckets of the new tokens, and their attention ``[T, Hq, D]`` to
+        ``output``.
 
         In vLLM's profiling passes there is no metadata, and the output is 0.
         """
@@ -214,17 +269,24 @@ class Impl(AttentionImpl[Metadata]):
     def warm_up(self, layer: Any, metadata: Metadata) -> None:
         """Computes the attention of zeros in a pass, whose slots belong to no request."""
         like = {"dtype": metadata.dtype, "device": metadata.given.seq_lens.device}
-        q, k = (torch.zeros(metadata.tokens, heads, self.head_size, **like) for heads in (self.num_heads, self.num_kv_heads))
+        q, k = (
+            torch.zeros(metadata.tokens, heads, self.head_size, **like)
+            for heads in (self.num_heads, self.num_kv_heads)
+        )
         self.forward(layer, q, k, k, layer.kv_cache, metadata, torch.empty_like(q))
 
 
 def stats(worker: Any) -> dict[str, Any]:
-    """Returns what :meth:`msattn.trainer.serving.sparse.Sparse.stats` does, for ``llm.collective_rpc(stats)``."""
+    """Returns what :meth:`msattn.trainer.serving.sparse.Sparse.stats` does, for
+    ``llm.collective_rpc(stats)``.
+    """
     return dict(_sparse(worker).stats())  # a type that vLLM's processes can exchange
 
 
 def clear_stats(worker: Any) -> None:
-    """Forgets what was counted, such as the passes with which vLLM warms up, for ``llm.collective_rpc(clear_stats)``."""
+    """Forgets what was counted, such as the passes with which vLLM warms up, for
+    ``llm.collective_rpc(clear_stats)``.
+    """
     _sparse(worker).statistics.clear()
 
 
@@ -234,7 +296,9 @@ def _sparse(worker: Any) -> Sparse:
 
 
 def _views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the keys and values ``[P, page_size, Hkv, D]`` of vLLM's ``[P, Hkv, page_size, 2 D]``."""
+    """Returns the keys and values ``[P, page_size, Hkv, D]`` of vLLM's
+    ``[P, Hkv, page_size, 2 D]``.
+    """
     keys, values = kv_cache.transpose(1, 2).chunk(2, dim=-1)
     return keys, values
 
@@ -242,5 +306,8 @@ def _views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
 def _positions(cu_queries: Tensor, kv_len: Tensor, tokens: int) -> Tensor:
     """Returns the position of each token in its sequence, int64 ``[tokens]``."""
     queries = cu_queries.diff()
-    before = (kv_len - queries - cu_queries[:-1]).long()  # position of a sequence's first token, less its place in the pass
-    return torch.arange(tokens, device=kv_len.device) + before.repeat_interleave(queries, output_size=tokens)
+    # position of a sequence's first token, less its place in the pass
+    before = (kv_len - queries - cu_queries[:-1]).long()
+    return torch.arange(tokens, device=kv_len.device) + before.repeat_interleave(
+        queries, output_size=tokens
+    )

@@ -1,7 +1,7 @@
 """The attention backend of vLLM's CPU platform.
 
-That platform uses the backend ``CPU_ATTN`` whatever was asked for. Its path leads here, where ``Backend`` is the class that was
-asked for.
+That platform uses the backend ``CPU_ATTN`` whatever was asked for. Its path leads here, where
+``Backend`` is the class that was asked for.
 """
 
 from typing import Any
@@ -23,4 +23,8 @@ def __getattr__(name: str) -> Any:
         return CPUAttentionBackend
     asked = config.attention_config
     by_kind = getattr(asked, "backend_per_kind", {})  # since vLLM 0.26
-    return Backend if AttentionBackendEnum[backend_name()] in (asked.backend, *by_kind.values()) else CPUAttentionBackend
+    return (
+        Backend
+        if AttentionBackendEnum[backend_name()] in (asked.backend, *by_kind.values())
+        else CPUAttentionBackend
+    )

@@ -1,4 +1,6 @@
-"""The sparse attention that the configuration of a vLLM engine describes, and the checks that the engine can serve it."""
+"""The sparse attention that the configuration of a vLLM engine describes, and the checks that the
+engine can serve it.
+"""
 
 from collections.abc import Mapping
 from functools import partial
@@ -23,18 +25,28 @@ PAGE_SIZES = (64, 128, 256)  # whole blocks of gates, and what the kernels take
 
 
 def sparse_of(config: Any, device: torch.device) -> Sparse:
-    """Builds the sparse attention of an engine, whose :func:`options_of` are parameters of ``msattn.attach``.
+    """Builds the sparse attention of an engine, whose :func:`options_of` are parameters of
+    ``msattn.attach``.
 
-    Raises UserError if the engine, the model, an option or an artifact is not supported, or an artifact is for another model.
+    Raises UserError if the engine, the model, an option or an artifact is not supported, or an
+    artifact is for another model.
     """
     check_engine(config)
     model = config.model_config.hf_text_config
     check_supported(model)
-    functions = partial(config_fingerprint, model), partial(_shard, config), partial(_to_device, device)
-    sparse = build_sparse(ModelInfo(model, config.model_config.dtype, *functions), options_of(config))
+    functions = (
+        partial(config_fingerprint, model),
+        partial(_shard, config),
+        partial(_to_device, device),
+    )
+    sparse = build_sparse(
+        ModelInfo(model, config.model_config.dtype, *functions), options_of(config)
+    )
     check_paged(model, sparse, "vLLM")
     if sparse.rotation is None:
-        raise UserError("vLLM: it hands over keys after RoPE, and dynamic and longrope RoPE cannot be inverted")
+        raise UserError(
+            "vLLM: it hands over keys after RoPE, and dynamic and longrope RoPE cannot be inverted"
+        )
     check_page_size(config.cache_config.block_size, sparse, "block_size")
     return sparse
 
@@ -53,35 +65,60 @@ def options_of(config: Any) -> AttachOptions:
 def check_engine(config: Any) -> None:
     """Raises UserError for parts of vLLM that the backend does not serve."""
     parallel, cache = config.parallel_config, config.cache_config
-    require(cache.block_size in PAGE_SIZES, "block_size", cache.block_size, f"expected {', '.join(map(str, PAGE_SIZES))}")
+    require(
+        cache.block_size in PAGE_SIZES,
+        "block_size",
+        cache.block_size,
+        f"expected {', '.join(map(str, PAGE_SIZES))}",
+    )
     refused = {
         "speculative decoding": config.speculative_config is not None,
-        "KV transfer": config.kv_transfer_config is not None,  # pages would come without their buckets
+        # pages would come without their buckets
+        "KV transfer": config.kv_transfer_config is not None,
         "LoRA": config.lora_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "context parallelism": parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+        "context parallelism": parallel.decode_context_parallel_size > 1
+        or parallel.prefill_context_parallel_size > 1,
         "microbatching": parallel.use_ubatching,
         "multi-head latent attention": config.model_config.use_mla,
-        "sleep mode": config.model_config.enable_sleep_mode,  # brings back the model's weights alone
+        # brings back the model's weights alone
+        "sleep mode": config.model_config.enable_sleep_mode,
     }
     for name, is_used in refused.items():
         if is_used:
-            raise UserError(f"vLLM: {name} is not supported by msattn; turn it off, or use another backend")
+            raise UserError(
+                f"vLLM: {name} is not supported by msattn; turn it off, or use another backend"
+            )
 
 
 def check_layer(**given: Any) -> None:
-    """Raises UserError for what is ``given``: parts of a layer's attention that the kernels do not compute."""
+    """Raises UserError for what is ``given``: parts of a layer's attention that the kernels do not
+    compute.
+    """
     for name, value in given.items():
         if value is not None:
-            raise UserError(f"vLLM: {name}={value!s:.40} is not supported by msattn; use another backend")
+            raise UserError(
+                f"vLLM: {name}={value!s:.40} is not supported by msattn; use another backend"
+            )
 
 
 def _shard(config: Any) -> HeadShard:
     """Returns the heads of this rank."""
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+    from vllm.distributed import (
+        get_tensor_model_parallel_rank,
+        get_tensor_model_parallel_world_size,
+    )
 
-    ranks, heads = get_tensor_model_parallel_world_size(), num_kv_heads(config.model_config.hf_text_config)
-    require(heads % ranks == 0, "tensor_parallel_size", ranks, f"expected a divisor of the {heads} key/value heads")
+    ranks, heads = (
+        get_tensor_model_parallel_world_size(),
+        num_kv_heads(config.model_config.hf_text_config),
+    )
+    require(
+        heads % ranks == 0,
+        "tensor_parallel_size",
+        ranks,
+        f"expected a divisor of the {heads} key/value heads",
+    )
     return HeadShard(get_tensor_model_parallel_rank(), ranks)
 
 

@@ -1,4 +1,6 @@
-"""The function that vLLM calls in each of its processes (entry point ``vllm.general_plugins``), which registers the backend."""
+"""The function that vLLM calls in each of its processes (entry point ``vllm.general_plugins``),
+which registers the backend.
+"""
 
 import logging
 from typing import Any, cast
@@ -11,12 +13,19 @@ _log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Registers the attention backend; in another version of vLLM, it logs one line and registers nothing."""
+    """Registers the attention backend; in another version of vLLM, it logs one line and registers
+    nothing.
+    """
     from vllm.version import __version__, __version_tuple__
 
     if not OLDEST <= tuple(__version_tuple__[:2]) <= NEWEST:
         needed = " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
-        _log.warning("msattn: needs vLLM %s, %s is installed; there is no backend %s", needed, __version__, NAME)
+        _log.warning(
+            "msattn: needs vLLM %s, %s is installed; there is no backend %s",
+            needed,
+            __version__,
+            NAME,
+        )
         return
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -32,7 +41,9 @@ def register() -> None:
 
 
 def backend_name() -> str:
-    """Returns the name by which the installed vLLM knows the backend: ``MSATTN``, before 0.32 ``CUSTOM``."""
+    """Returns the name by which the installed vLLM knows the backend: ``MSATTN``, before 0.32
+    ``CUSTOM``.
+    """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     return NAME if hasattr(AttentionBackendEnum, "register") else OUTSIDE
@@ -41,7 +52,8 @@ def backend_name() -> str:
 class _Path(str):
     """The path of the backend, by which vLLM pickles it.
 
-    A process that vLLM spawns reads its configuration before it loads plugins; reading the path registers the backend.
+    A process that vLLM spawns reads its configuration before it loads plugins; reading the path
+    registers the backend.
     """
 
     __slots__ = ()
