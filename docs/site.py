@@ -12,7 +12,7 @@ import posixpath
 import re
 import shlex
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -72,9 +72,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         raise PluginError(
             f"{page.file.src_uri}: a <picture> is not in the form that docs/site.py reads"
         )
-    return LINK.sub(
-        partial(link, folder, posixpath.dirname(page.file.src_uri), str(config.repo_url)), markdown
-    )
+    shown = {file.src_uri for file in files if file.inclusion.is_included()}
+    here = posixpath.dirname(page.file.src_uri)
+    return LINK.sub(partial(link, folder, here, str(config.repo_url), shown), markdown)
 
 
 def picture(found: re.Match[str]) -> str:
@@ -84,9 +84,11 @@ def picture(found: re.Match[str]) -> str:
     return f"![{text}]({light}#only-light)\n![{text}]({dark}#only-dark)"
 
 
-def link(folder: Path, here: str, repository: str, found: re.Match[str]) -> str:
+def link(
+    folder: Path, here: str, repository: str, shown: Collection[str], found: re.Match[str]
+) -> str:
     """Returns the beginning of a link, from a page in the folder ``here`` of the site, to a file
-    that ``folder`` names.
+    that ``folder`` names: to the ``shown`` files of the site, or to the repository.
     """
     path = (folder / (found[2] or "")).resolve()
     if not found[2] or not path.is_relative_to(ROOT) or not path.exists():
@@ -94,8 +96,8 @@ def link(folder: Path, here: str, repository: str, found: re.Match[str]) -> str:
     target = path.relative_to(ROOT).as_posix()
     if target in MOVED:
         target = MOVED[target]
-    elif path.suffix in (".md", ".svg") and target.startswith("docs/"):
-        target = target.removeprefix("docs/")
+    elif (page := target.removeprefix("docs/")) != target and page in shown:
+        target = page
     else:
         return f"{found[1]}{repository}/{'tree' if path.is_dir() else 'blob'}/main/{target}"
     return found[1] + posixpath.relpath(target, here)
