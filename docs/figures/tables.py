@@ -40,23 +40,14 @@ SCORES = {
 }
 ROUTERS = {
     "classifier, calibrated": "classifier, calibrated",
-    "classifier": "classifier",
+    "clusters of own keys": "key clusters",
     "Quest pages": "Quest pages",
-    "k-means of keys before RoPE": "k-means",
-    "window of first and last keys": "sink and window",
+    "Twilight": "Twilight",
 }
-# routers that index the sequence itself
-OF_OWN_KEYS = {"clusters of own keys": "key clusters", "Twilight": "Twilight"}
 CALIBRATED = {title: {"method": method, "select": "calibrated"} for title, method in SCORES.items()}
 TOP_K = {
     f"{title}, top-k": {"method": method, "select": "topk"} for title, method in SCORES.items()
 }
-PUBLIC = {
-    title: line
-    for title, line in (CALIBRATED | TOP_K).items()
-    if not title.startswith(("A-shape", "random"))
-}
-RATIO = ("ratio_to_dense", "ratio_low", "ratio_high")
 SCORE = ("score", "interval_low", "interval_high")
 
 
@@ -97,14 +88,12 @@ def by_length(
 def keys(settings: Mapping[str, tuple[str, ...]]) -> dict[str, Where]:
     """Returns lines of routers and their settings."""
     return {
-        f"{title}|{x}": {"method": (ROUTERS | OF_OWN_KEYS)[title], "setting": x}
+        f"{title}|{x}": {"method": ROUTERS[title], "setting": x}
         for title, found in settings.items()
         for x in found
     }
 
 
-FAR = ("1.5 % of far keys", "3.5 % of far keys", "8.5 % of far keys")
-PROBES = ("2 probes", "4 probes", "11 probes")
 SMOLLM2 = {"model": "smollm2", "task": "ruler"}
 TURNS = (8192, 24576, 57344, 122880)
 SIZES = (
@@ -125,40 +114,33 @@ IN_SHORT = {
 }
 COMPARED = rows("comparison")  # by trainer/recipes/comparison.py
 COMPARED_BY = {  # title and form of a task's number
-    "perplexity": ("perplexity over dense", ".4f", RATIO),
-    "ruler": ("RULER (%)", ".1%", SCORE),
-    "leval": ("likelihood of expected answers over dense", ".3f", RATIO),
+    "perplexity": ("perplexity over dense", ".4f", "ratio_to_dense"),
+    "ruler": ("RULER (%)", ".1%", "score"),
+    "leval": ("likelihood of expected answers over dense", ".3f", "ratio_to_dense"),
 }
 
 
 def comparison(model: str, task: str) -> Table:
-    """Returns the table of a task of a comparison: lines by method, policy and sparsity, columns by
-    length.
+    """Returns the table of a task of a comparison at 80 and 90 %: lines by method and sparsity,
+    columns by length.
     """
-    found = [row for row in COMPARED if (row["model"], row["task"]) == (model, task)]
-    keys = ("method", "select", "setting")
-    lines = {}
-    for row in found:
-        line = {key: row[key] for key in keys}
-        lines[
-            "|".join(
-                [COMPARED_TITLES.get(row["method"], row["method"]), row["select"], row["setting"]]
-            )
-        ] = line
-    lengths = tuple(dict.fromkeys(row["length"] for row in found))
-    title, form, numbers = COMPARED_BY[task]
+    found = [
+        row
+        for row in COMPARED
+        if (row["model"], row["task"]) == (model, task) and row["setting"] != "sparsity 0.5"
+    ]
+    lines = {
+        f"{COMPARED_TITLES.get(row['method'], row['method'])}|{row['setting']}": {
+            key: row[key] for key in ("method", "setting")
+        }
+        for row in found
+    }
+    title, form, number = COMPARED_BY[task]
     columns = []
-    for place, x in enumerate(lengths):
+    for place, x in enumerate(dict.fromkeys(row["length"] for row in found)):
         head = f"{int(x):,} tokens" if place else f"{title}, {int(x):,} tokens"
-        columns += with_read(head, form, *numbers, length=x)
-    if task == "perplexity":
-        columns += [
-            Cell(f"KL, {int(x):,} tokens", ".3f", "kl_divergence", length=x),
-            Cell("same top token (%)", ".1%", "same_top", length=x),
-        ]
-    return Table(
-        "comparison", "blocks chosen by|policy|setting", lines, columns, model=model, task=task
-    )
+        columns += with_read(head, form, number, length=x)
+    return Table("comparison", "blocks chosen by|setting", lines, columns, model=model, task=task)
 
 
 def at_equal_reading(share: str, sparsity: str) -> Table:
@@ -248,28 +230,26 @@ TABLES = {
         "qwen",
         "tokens|keys read (%)|blocks chosen by",
         {
-            f"{int(length):,}|{share}|{COMPARED_TITLES[method]}, seed {seed}": {
+            f"{int(length):,}|{share}|{COMPARED_TITLES[method]}": {
                 "length": length,
                 "setting": f"{share} % of keys",
                 "method": method,
-                "seed": seed,
             }
             for length in ("8192", "32768")
             for share in ("20", "10")
             for method in ("gate_question", "gate")
-            for seed in ("0", "1", "2")
         },
         [
-            Cell("KL", ".3f", "kl_divergence"),
-            Cell("perplexity over dense", ".3f", *RATIO),
-            Cell("same top token (%)", ".1%", "same_top"),
-            Cell(
-                "perplexity over XAttention's (%)",
-                ".1%",
-                "over_best",
-                "over_best_low",
-                "over_best_high",
-            ),
+            Cell(f"{head}, seed {seed}", form, *numbers, seed=seed)
+            for head, form, numbers in (
+                ("KL", ".3f", ("kl_divergence",)),
+                (
+                    "perplexity over XAttention's (%)",
+                    ".1%",
+                    ("over_best", "over_best_low", "over_best_high"),
+                ),
+            )
+            for seed in ("0", "1", "2")
         ],
         task="perplexity",
     ),
@@ -354,17 +334,6 @@ TABLES = {
         task="perplexity",
         length="8192",
     ),
-    **{
-        f"{model}-intervals": Table(
-            "public",
-            "blocks chosen by",
-            PUBLIC,
-            by_sparsity(".4f", *RATIO, sparsities=SPARSITIES[:3]),
-            model=model,
-            task="perplexity",
-        )
-        for model in ("smollm2", "gemma3_270m")
-    },
     "leaderboard": Table(
         "leaderboard",
         "method",
@@ -449,13 +418,10 @@ TABLES = {
     "public-blocks": Table(
         "public",
         "blocks chosen by, 80 % sparse",
-        {
-            title: line
-            for title, line in PUBLIC.items()
-            if title in CALIBRATED or title == "gate, top-k"
-        },
-        by_length("SmolLM2, ", ("4096", "8192"), ".1%", *SCORE, model="smollm2")
-        + by_length("Gemma 3, ", ("4096",), ".1%", *SCORE, model="gemma3_270m"),
+        {title: line for title, line in CALIBRATED.items() if title not in ("A-shape", "random")}
+        | {"gate, top-k": TOP_K["gate, top-k"]},
+        by_length("SmolLM2, ", ("4096", "8192"), ".1%", "score", model="smollm2")
+        + by_length("Gemma 3, ", ("4096",), ".1%", "score", model="gemma3_270m"),
         setting="sparsity 0.8",
         task="ruler",
     ),
@@ -478,31 +444,24 @@ TABLES = {
         length="4096",
         **SMOLLM2,
     ),
-    "smollm2-all-keys": Table(
-        "public",
-        "keys chosen by|setting",
-        keys({title: FAR if "calibrated" in title else PROBES for title in ROUTERS}),
-        by_length("", ("4096", "8192"), ".1%", "score"),
-        **SMOLLM2,
-    ),
     "kvpress": Table(
         "kvpress",
         "press",
         {row["method"]: {"method": row["method"]} for row in rows("kvpress") if row["setting"]},
         [
-            Cell(f"{share} of the keys (%)", ".1%", *SCORE, setting=f"{share} of keys")
+            Cell(f"{share} of the keys (%)", ".1%", "score", setting=f"{share} of keys")
             for share in ("5 %", "10 %", "20 %")
         ],
     ),
     "realised": Table(
         "realised",
-        "model, blocks chosen by|requested (%)",
+        "model, blocks chosen by, 80 % sparse",
         {
-            f"{MODELS[row['model']]}, {TITLES[row['scores']]}|{float(row['sparsity']):.0%}".rstrip(
-                "%"
-            ): {key: row[key] for key in ("model", "scores", "sparsity")}
+            f"{MODELS[row['model']]}, {TITLES[row['scores']]}": {
+                key: row[key] for key in ("model", "scores", "sparsity")
+            }
             for row in rows("realised")
-            if row["sparsity"] != "0.9"
+            if row["sparsity"] == "0.8"
         },
         [
             Cell(f"{int(x):,} tokens", ".1%", "realised", length=x)
@@ -513,7 +472,7 @@ TABLES = {
         "quality",
         "perplexity over dense",
         CALIBRATED | TOP_K,
-        by_sparsity(".4f", "ratio_to_dense"),
+        by_sparsity(".4f", "ratio_to_dense", sparsities=SPARSITIES[:3]),
         task="perplexity",
     ),
     "embedded-needles": Table(
