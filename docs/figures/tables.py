@@ -106,41 +106,8 @@ SIZES = (
 )
 MODELS = {"smollm2": "SmolLM2", "gemma3_270m": "Gemma 3", "tiny": "embedded"}
 AT_80_AND_90 = ("0.8", "0.9")
+COMPARED = {title: {"method": method} for method, title in COMPARED_TITLES.items()}
 SHORT, LONG = ({"task": "perplexity", "length": length} for length in ("8192", "32768"))
-IN_SHORT = {
-    title: {"method": method}
-    for method, title in COMPARED_TITLES.items()
-    if method not in ("flexprefill", "flashprefill")
-}
-COMPARED = rows("comparison")  # by trainer/recipes/comparison.py
-COMPARED_BY = {  # title and form of a task's number
-    "perplexity": ("perplexity over dense", ".4f", "ratio_to_dense"),
-    "ruler": ("RULER (%)", ".1%", "score"),
-    "leval": ("likelihood of expected answers over dense", ".3f", "ratio_to_dense"),
-}
-
-
-def comparison(model: str, task: str) -> Table:
-    """Returns the table of a task of a comparison at 80 and 90 %: lines by method and sparsity,
-    columns by length.
-    """
-    found = [
-        row
-        for row in COMPARED
-        if (row["model"], row["task"]) == (model, task) and row["setting"] != "sparsity 0.5"
-    ]
-    lines = {
-        f"{COMPARED_TITLES.get(row['method'], row['method'])}|{row['setting']}": {
-            key: row[key] for key in ("method", "setting")
-        }
-        for row in found
-    }
-    title, form, number = COMPARED_BY[task]
-    columns = []
-    for place, x in enumerate(dict.fromkeys(row["length"] for row in found)):
-        head = f"{int(x):,} tokens" if place else f"{title}, {int(x):,} tokens"
-        columns += with_read(head, form, number, length=x)
-    return Table("comparison", "blocks chosen by|setting", lines, columns, model=model, task=task)
 
 
 def at_equal_reading(share: str, sparsity: str) -> Table:
@@ -253,10 +220,24 @@ TABLES = {
         ],
         task="perplexity",
     ),
-    **{
-        f"comparison-smollm2-{task}": comparison("smollm2", task)
-        for task in dict.fromkeys(row["task"] for row in COMPARED if row["model"] == "smollm2")
-    },
+    "smollm2-leval": Table(
+        "comparison",
+        "blocks chosen by",
+        COMPARED,
+        [
+            Cell(
+                f"likelihood of expected answers over dense, {length:,} tokens, {share}",
+                ".3f",
+                "ratio_to_dense",
+                length=str(length),
+                setting=f"sparsity {sparsity}",
+            )
+            for length in (4096, 8192)
+            for share, sparsity in (("80 %", "0.8"), ("90 %", "0.9"))
+        ],
+        model="smollm2",
+        task="leval",
+    ),
     "first-token": Table(
         "speed",
         "tokens",
@@ -271,16 +252,6 @@ TABLES = {
             Cell("95 %: speedup over FA2 (x)", ".2f", "times_flash", setting="sparsity 0.95"),
             Cell("over cuDNN (x)", ".2f", "times_cuDNN", setting="sparsity 0.95"),
         ],
-        situation="",
-    ),
-    "first-token-ratios": Table(
-        "speed",
-        "tokens",
-        {
-            f"{int(x):,}": {"length": x}
-            for x in ("4096", "8192", "16384", "32768", "65536", "131072")
-        },
-        by_sparsity(".2f", "times_flash", sparsities=SPARSITIES[1:]),
         situation="",
     ),
     "passes": Table(
@@ -323,7 +294,7 @@ TABLES = {
     "smollm2-perplexity": Table(
         "comparison",
         "blocks chosen by",
-        IN_SHORT,
+        COMPARED,
         [
             *by_sparsity(".4f", "ratio_to_dense", sparsities=SPARSITIES[:3]),
             Cell("KL at 80 %", ".3f", "kl_divergence", setting="sparsity 0.8"),
@@ -357,7 +328,7 @@ TABLES = {
     "smollm2-blocks": Table(
         "comparison",
         "blocks chosen by",
-        IN_SHORT,
+        COMPARED,
         [
             *by_sparsity(
                 ".1%", "score", head="4,096 tokens, {} (%)", sparsities=AT_80_AND_90, length="4096"
@@ -381,7 +352,7 @@ TABLES = {
             for title, name in ((", 640 steps", " 640"), ("", ""))
             for method in ("gate", "gate_question")
         }
-        | {title: {"method": method} for method, title in COMPARED_TITLES.items()},
+        | COMPARED,
         [
             *by_sparsity(
                 ".3f",
