@@ -9,7 +9,6 @@ mean over the seeds::
 
 import re
 from collections.abc import Mapping
-from itertools import chain
 
 from cells import FOLDER, Cell, Table, Where, rows
 
@@ -29,24 +28,13 @@ TITLES = {  # of the methods in the files that choose blocks
     "quest": "Quest bounds",
     "oracle": "true block map",
     "a_shape": "A-shape",
-    "random": "random",
 }
-COMPARED_TITLES = {
-    method: title for method, title in TITLES.items() if method not in ("a_shape", "random")
-}
-SCORES = {
-    TITLES[x]: x
-    for x in ("gate", "mean_pool", "vertical_slash", "quest", "oracle", "a_shape", "random")
-}
+COMPARED_TITLES = {method: title for method, title in TITLES.items() if method != "a_shape"}
 ROUTERS = {
     "classifier, calibrated": "classifier, calibrated",
     "clusters of own keys": "key clusters",
     "Quest pages": "Quest pages",
     "Twilight": "Twilight",
-}
-CALIBRATED = {title: {"method": method, "select": "calibrated"} for title, method in SCORES.items()}
-TOP_K = {
-    f"{title}, top-k": {"method": method, "select": "topk"} for title, method in SCORES.items()
 }
 SCORE = ("score", "interval_low", "interval_high")
 
@@ -69,22 +57,6 @@ def by_sparsity(
     ]
 
 
-def with_read(head: str, form: str, *numbers: str, **where: str) -> list[Cell]:
-    """Returns a column, followed by the share that is read."""
-    return [Cell(head, form, *numbers, **where), Cell("read (%)", ".1%", "selectivity", **where)]
-
-
-def by_length(
-    first: str, lengths: tuple[str, ...], form: str, *numbers: str, **where: str
-) -> list[Cell]:
-    """Returns a column for each length, followed by the share that is read."""
-    pairs = (
-        with_read(f"{first}{int(x):,} tokens (%)", form, *numbers, length=x, **where)
-        for x in lengths
-    )
-    return list(chain.from_iterable(pairs))
-
-
 def keys(settings: Mapping[str, tuple[str, ...]]) -> dict[str, Where]:
     """Returns lines of routers and their settings."""
     return {
@@ -104,7 +76,6 @@ SIZES = (
     ("6", "131072"),
     ("32", "24576"),
 )
-MODELS = {"smollm2": "SmolLM2", "gemma3_270m": "Gemma 3", "tiny": "embedded"}
 AT_80_AND_90 = ("0.8", "0.9")
 COMPARED = {title: {"method": method} for method, title in COMPARED_TITLES.items()}
 SHORT, LONG = ({"task": "perplexity", "length": length} for length in ("8192", "32768"))
@@ -305,26 +276,6 @@ TABLES = {
         task="perplexity",
         length="8192",
     ),
-    "leaderboard": Table(
-        "leaderboard",
-        "method",
-        {
-            title: {"method": method}
-            for method, title in (
-                ("dense", "dense"),
-                *COMPARED_TITLES.items(),
-                ("gate, top-k", "gate, as many blocks in each row"),
-            )
-            if any(row["method"] == method for row in rows("leaderboard"))
-        },
-        [
-            Cell("0 %", ".1%", "score", setting=""),
-            *chain.from_iterable(
-                with_read(f"{x} %", ".1%", "score", setting=f"sparsity {float(x) / 100:g}")
-                for x in ("25", "50", "75", "87.5")
-            ),
-        ],
-    ),
     "smollm2-blocks": Table(
         "comparison",
         "blocks chosen by",
@@ -386,16 +337,6 @@ TABLES = {
         ],
         model="gemma3_270m",
     ),
-    "public-blocks": Table(
-        "public",
-        "blocks chosen by, 80 % sparse",
-        {title: line for title, line in CALIBRATED.items() if title not in ("A-shape", "random")}
-        | {"gate, top-k": TOP_K["gate, top-k"]},
-        by_length("SmolLM2, ", ("4096", "8192"), ".1%", "score", model="smollm2")
-        + by_length("Gemma 3, ", ("4096",), ".1%", "score", model="gemma3_270m"),
-        setting="sparsity 0.8",
-        task="ruler",
-    ),
     "smollm2-keys": Table(
         "public",
         "keys chosen by|setting",
@@ -424,32 +365,13 @@ TABLES = {
             for share in ("5 %", "10 %", "20 %")
         ],
     ),
-    "realised": Table(
-        "realised",
-        "model, blocks chosen by, 80 % sparse",
-        {
-            f"{MODELS[row['model']]}, {TITLES[row['scores']]}": {
-                key: row[key] for key in ("model", "scores", "sparsity")
-            }
-            for row in rows("realised")
-            if row["sparsity"] == "0.8"
-        },
-        [
-            Cell(f"{int(x):,} tokens", ".1%", "realised", length=x)
-            for x in ("2048", "4096", "8192", "16384", "32768")
-        ],
-    ),
-    "embedded-perplexity": Table(
-        "quality",
-        "perplexity over dense",
-        CALIBRATED | TOP_K,
-        by_sparsity(".4f", "ratio_to_dense", sparsities=SPARSITIES[:3]),
-        task="perplexity",
-    ),
     "embedded-needles": Table(
         "needles",
         "needles, blocks chosen by",
-        {title: line for title, line in CALIBRATED.items() if title != "random"},
+        {
+            TITLES[method]: {"method": method, "select": "calibrated"}
+            for method in ("gate", "mean_pool", "vertical_slash", "quest", "oracle", "a_shape")
+        },
         [Cell("found (%)", ".1%", *SCORE), Cell("keys read (%)", ".1%", "selectivity")],
         setting="sparsity 0.8",
     ),
