@@ -81,23 +81,28 @@ COMPARED = {title: {"method": method} for method, title in COMPARED_TITLES.items
 SHORT, LONG = ({"task": "perplexity", "length": length} for length in ("8192", "32768"))
 
 
-def at_equal_reading(share: str, sparsity: str) -> Table:
+def at_equal_reading(share: str, sparsity: str, *, short: bool = False) -> Table:
     """Returns the table of Qwen2.5-Coder-0.5B: what selections that read the same share lose, and
-    what they take.
+    what they take; a ``short`` one of 32,768 tokens alone.
     """
     columns = []
-    for length in ("8192", "32768"):
+    for length in ("32768",) if short else ("8192", "32768"):
         where = {"task": "perplexity", "length": length, "setting": f"{share} % of keys"}
         columns += [
             Cell(f"KL, {int(length):,} tokens", ".3f", "kl_divergence", **where),
             Cell("perplexity over dense", ".3f", "ratio_to_dense", **where),
         ]
     timed = {"task": "latency", "length": "32768", "setting": f"sparsity {sparsity}"}
-    columns += [
-        Cell("first token, 32,768 tokens (s)", ".3f", "score", **timed),
-        Cell("speedup over cuDNN (x)", ".2f", "times_cuDNN", **timed),
-        Cell("read there (%)", ".1%", "selectivity", **timed),
-    ]
+    speedup = Cell("speedup over cuDNN (x)", ".2f", "times_cuDNN", **timed)
+    columns += (
+        [speedup]
+        if short
+        else [
+            Cell("first token, 32,768 tokens (s)", ".3f", "score", **timed),
+            speedup,
+            Cell("read there (%)", ".1%", "selectivity", **timed),
+        ]
+    )
     lines = {
         COMPARED_TITLES[method]: {"method": method}
         for method in (
@@ -163,6 +168,7 @@ TABLES = {
         ],
     ),
     "qwen-20": at_equal_reading("20", "0.8"),
+    "qwen-20-short": at_equal_reading("20", "0.8", short=True),
     "qwen-10": at_equal_reading("10", "0.9"),
     "qwen-seeds": Table(
         "qwen",
@@ -190,24 +196,6 @@ TABLES = {
             for seed in ("0", "1", "2")
         ],
         task="perplexity",
-    ),
-    "smollm2-leval": Table(
-        "comparison",
-        "blocks chosen by",
-        COMPARED,
-        [
-            Cell(
-                f"likelihood of expected answers over dense, {length:,} tokens, {share}",
-                ".3f",
-                "ratio_to_dense",
-                length=str(length),
-                setting=f"sparsity {sparsity}",
-            )
-            for length in (4096, 8192)
-            for share, sparsity in (("80 %", "0.8"), ("90 %", "0.9"))
-        ],
-        model="smollm2",
-        task="leval",
     ),
     "first-token": Table(
         "speed",
