@@ -363,18 +363,6 @@ TABLES = {
         [Cell("found (%)", ".1%", *SCORE), Cell("keys read (%)", ".1%", "selectivity")],
         setting="sparsity 0.8",
     ),
-    "embedded-decoding": Table(
-        "quality",
-        "decoding by|probes of 64 buckets",
-        {
-            "classifier|1": {"method": "classifier", "setting": "1 probe"},
-            "classifier|2": {"method": "classifier", "setting": "2 probes"},
-            "k-means of keys after RoPE|8": {"method": "k-means, RoPE", "setting": "8 probes"},
-            "window of first and last keys|0": {"method": "window only", "setting": "0 probes"},
-        },
-        [Cell("needles found (%)", ".1%", "score"), Cell("keys read (%)", ".1%", "selectivity")],
-        task="needle",
-    ),
 }
 
 GRAPHS = {"length": "524288", "batch": "1", "setting": "32 probes"}
