@@ -237,6 +237,10 @@ DOCUMENTS = [
 ]
 
 
+def test_every_document_ends_with_a_newline() -> None:
+    assert not [path for path in DOCUMENTS if not path.read_text("utf-8").endswith("\n")]
+
+
 def test_the_examples_import_what_exists() -> None:
     for document in DOCUMENTS:
         for block in blocks(str(document), "python"):
