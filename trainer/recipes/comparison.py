@@ -19,8 +19,8 @@ the same command continues after an interruption.
 ``select``, and the columns of ``msattn eval``. Rows of gates are named by the folder of their run,
 or with ``--seeds`` by their ``seed``. They also have the paired difference to the best method
 without training at the same sparsity and policy: ``best_untrained``, ``over_best`` and its 95 %
-interval. With this file in docs/figures, ``python docs/figures/draw.py`` fills the tables
-``comparison-<model>-<task>`` of a document.
+interval. With this file in docs/figures, ``python docs/figures/draw.py`` fills tables of
+docs/results.md and docs/measurements.md.
 """
 
 import csv
