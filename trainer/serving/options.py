@@ -132,10 +132,10 @@ def artifact_options(given: Any, where: str) -> AttachOptions:
 
 def takes(
     options: Callable[P, AttachOptions],
-) -> (
-    "Callable[[Callable[[PreTrainedModel, AttachOptions], R]], "
-    "Callable[Concatenate[PreTrainedModel, P], R]]"
-):
+) -> Callable[
+    ["Callable[[PreTrainedModel, AttachOptions], R]"],
+    "Callable[Concatenate[PreTrainedModel, P], R]",
+]:
     """Gives a function of a model and ``options`` the fields of ``options`` as keyword arguments,
     in signature and help.
     """
