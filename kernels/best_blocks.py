@@ -2,8 +2,9 @@
 
     block_softmax(logits)[r, c] = exp(logits[r, c]) / sum over the visible c' of exp(logits[r, c'])
     best_blocks(scores)[r, c]   = c is visible, and in always, or among the counts[r] first blocks,
-                                  or scores[r, c] >= threshold * v ** exponent * (1 - above / v) **
-                                  edge_exponent, where v > above blocks are visible in r
+                                  or scores[r, c] >= threshold * v ** exponent
+                                                     * (1 - above / v) ** edge_exponent,
+                                  where v > above blocks are visible in r
 
 A program owns a row. The best blocks are found without sorting: bisection over the bits of the
 scores finds the smallest score to select. If this score is tied, the first of the tied blocks are

@@ -1,7 +1,7 @@
 """Dense attention with a pooled block map (SeerAttention, Algorithm 1).
 
-    P = softmax(scale * Q K^T)        pooled[r, c] = max over queries i of row block r, keys j of
-    column block c of P[i, j]
+    P = softmax(scale * Q K^T)
+    pooled[r, c] = max over queries i of row block r, keys j of column block c of P[i, j]
 
 With s_ic the largest score of query i in column block c, and lse_i the LSE of the whole row,
 pooled[r, c] = max_i exp(s_ic - lse_i). The LSE is known only after the last key, so the maxima are

@@ -1,7 +1,9 @@
 """The inverse of RoPE, for inference.
 
-    a' = (a cos + b sin) / (cos^2 + sin^2)      b' = (b cos - a sin) / (cos^2 + sin^2)      for each
-    pair of channels (a, b)
+    a' = (a cos + b sin) / (cos^2 + sin^2)
+    b' = (b cos - a sin) / (cos^2 + sin^2)
+
+for each pair of channels (a, b).
 
 Engines that hand over queries and keys after their rotation (vLLM), and caches, hold them so. The
 division also removes an attention factor. In eager PyTorch a layer launches some 25 kernels for it;

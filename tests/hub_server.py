@@ -49,7 +49,8 @@ class Hub:
     Attributes
     ----------
     faults : statuses (or :data:`CUT`, :data:`HANG`) of requests whose method and path contain the
-    key, such as ``PUT /lfs``. calls : methods and paths of all requests.
+        key, such as ``PUT /lfs``.
+    calls : methods and paths of all requests.
     ended : set when the server ends.
     """
 

@@ -80,10 +80,9 @@ def block_sparse_attention(
         Queries, fp32, fp16 or bf16 (fp64 on the torch backend). Non-contiguous views are supported.
     k, v : Tensor ``[B, Hkv, M, D]``
         Keys and values; query head h reads head ``h // (Hq // Hkv)``.
-    block_mask : Tensor bool
-    ``[B | 1, Hq | Hkv | 1, ceil(N / block_size), ceil(M / key_block_size)]``
-        True selects the block. The causal and padding masks apply within it; blocks above the
-        diagonal are not read.
+    block_mask : Tensor bool ``[B | 1, Hq | Hkv | 1, Tr, Tc]``
+        ``Tr = ceil(N / block_size)``, ``Tc = ceil(M / key_block_size)``. True selects the block.
+        The causal and padding masks apply within it; blocks above the diagonal are not read.
     block_size : int
         Queries in a block: 16, 32, 64 or 128.
     key_block_size : int, optional

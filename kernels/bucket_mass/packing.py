@@ -40,10 +40,11 @@ class PackedKeys(NamedTuple):
     keys : ``[B, Hkv, S * T * BN, D]``.
     indices : ``[B, Hkv, S * T * BN]``, their indices in k.
     out_rows : ``[B, Hkv, S * T * L]``: the output row to write after this key group, or -1 if the
-    bucket continues. copies : fp32 ``[B, Hkv, S * T * L]``: the number of copies in a key group; G
-    past the end of a segment. continued : ``[B, Hkv, S * L]``: the continuation bucket of a
-    segment, or -1. first : ``[B, Hkv, C + 1]``: the first key group of each bucket, and the number
-    of all groups.
+        bucket continues.
+    copies : fp32 ``[B, Hkv, S * T * L]``: the number of copies in a key group; G past the end of a
+        segment.
+    continued : ``[B, Hkv, S * L]``: the continuation bucket of a segment, or -1.
+    first : ``[B, Hkv, C + 1]``: the first key group of each bucket, and the number of all groups.
     """
 
     keys: Tensor

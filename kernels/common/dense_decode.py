@@ -1,7 +1,7 @@
 """Kernels of split-K attention of a few queries over a long cache, which may be paged.
 
-    s_ij = score_mod(scale * q_i k_j), -inf where i does not see j        out_i = softmax_j(s_ij)
-    v_j
+    s_ij  = score_mod(scale * q_i k_j), -inf where i does not see j
+    out_i = softmax_j(s_ij) v_j
 
 The keys are divided into splits, which run as separate programs. There are two variants:
 

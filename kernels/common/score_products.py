@@ -4,9 +4,10 @@ The backward passes of :mod:`msattn.kernels.conv_attention` and
 :mod:`msattn.kernels.head_mix_attention` write probabilities or score gradients of a chunk of query
 rows to a scratch buffer, ``matrix [B, H, rows, M]``, which is a factor of these products:
 
-    matmul_accumulate             out_h += matrix_h Y_z                                      Y:
-    keys, ``out [B, H, N, D]`` matmul_accumulate_transposed  out_z += sum over heads h of group z of
-    matrix_h^T X_h     X: queries, ``out [B, Z, M, D]``
+    matmul_accumulate             out_h += matrix_h Y_z
+    matmul_accumulate_transposed  out_z += sum over heads h of group z of matrix_h^T X_h
+
+Y are keys and ``out [B, H, N, D]`` in the first, X queries and ``out [B, Z, M, D]`` in the second.
 
 With ``terms > 1``, term t pairs row i of the matrix with row ``i + t - (terms - 1)`` of the output
 (of X, if transposed). The plain product sums over the terms; the transposed one has an output for

@@ -3,9 +3,9 @@
 For head h, with kernel ``W [c_q, c_k]``, ``p = (c_k - 1) // 2``, positions q' and k', and unscaled
 scores:
 
-    prepared keys   y_a[j] = sum_c W[a, c] k[j - p + c]
-    ``[B, H * c_q, M, D]`` band            A[i, i - d] = sum_{a, c} W[a, c] S[q', k'] over k' <= q',
-    0 <= d < w       ``[B, H, N, w]`` fp32
+    prepared keys   y_a[j] = sum_c W[a, c] k[j - p + c]                   ``[B, H * c_q, M, D]``
+    band            A[i, i - d] = sum_{a, c} W[a, c] S[q', k']            ``[B, H, N, w]`` fp32
+                    over k' <= q', 0 <= d < w
                     where q' = i - (c_q - 1) + a, k' = i - d - p + c, S[q', k'] = q[q'] . k[k']
                     and w = (c_q - 1) + (c_k - 1 - p): for d >= w every k' <= q'
     with mask="key" the sum is over k' <= i, and w = c_k - 1 - p

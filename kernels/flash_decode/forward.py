@@ -1,7 +1,7 @@
 """Attention of a few queries over a long cache (flash decoding): the operation.
 
-    s_ij = score_mod(scale * q_i k_j), -inf where i does not see j        out_i = softmax_j(s_ij)
-    v_j
+    s_ij  = score_mod(scale * q_i k_j), -inf where i does not see j
+    out_i = softmax_j(s_ij) v_j
 
 The kernels are those of :mod:`msattn.kernels.common.dense_decode`.
 """

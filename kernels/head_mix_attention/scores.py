@@ -1,10 +1,11 @@
 """Materialized scores of head_mix_attention, and their mixing over heads.
 
-    write_scores         S_h = scale * Q_h K_(h // group)^T            one tile for each program
-    mix_heads            A_h = sum over heads g of W[h, g] S_g         a matrix-vector product for
-    each query and key mix_heads_backward   dS_g = scale * sum over h of W[h, g] dA_h     and
-    dW[h, g] = sum over all pairs of dA_h S_g
+    write_scores         S_h = scale * Q_h K_(h // group)^T
+    mix_heads            A_h = sum over heads g of W[h, g] S_g
+    mix_heads_backward   dS_g = scale * sum over h of W[h, g] dA_h
+                         dW[h, g] = sum over all pairs of dA_h S_g
 
+A program of the first has one tile; the others are a matrix-vector product for each query and key.
 For one query, a program of the last two loads a span of keys for all heads, ``[heads, BN]``, and
 multiplies it with the weight on tensor cores; both are limited by memory bandwidth. Matrices are
 ``[B, H, rows, M]``. Gradients are 0 where a query does not see a key, so that later kernels need no

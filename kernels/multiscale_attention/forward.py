@@ -1,7 +1,7 @@
 """Multi-scale attention (multi-scale KV pooling), forward pass.
 
-    out_i = sum_g p_ig v_g / sum_g p_ig    p_ig = n_g exp(scale * q_i k_g)    k_g, v_g = means over
-    the n_g keys of group g
+    out_i = sum_g p_ig v_g / sum_g p_ig
+    p_ig  = n_g exp(scale * q_i k_g), with k_g and v_g the means over the n_g keys of group g
 
 The sum is over the groups of z tokens of each block that the row block of query i reads at zoom z.
 The factor n_g, added to the score as ``log n_g``, gives a group of equal keys the weight that they

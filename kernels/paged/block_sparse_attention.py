@@ -89,8 +89,8 @@ def paged_block_sparse_attention(
     cu_queries : Tensor int32 ``[B + 1]``
         Sequence b has the queries ``cu_queries[b] : cu_queries[b + 1]``, possibly none, at most as
         many as keys.
-    block_mask : Tensor bool
-    ``[B, Hq | Hkv | 1, ceil(max_queries / block_size), ceil(pages * page_size / key_block_size)]``
+    block_mask : Tensor bool ``[B, Hq | Hkv | 1, Tr, Tc]``
+        ``Tr = ceil(max_queries / block_size)``, ``Tc = ceil(pages * page_size / key_block_size)``.
         True selects the block; what is past the end of a sequence or above the diagonal is not
         read. None selects all.
     max_queries : int

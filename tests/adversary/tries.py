@@ -61,7 +61,8 @@ class Tries:
         ----------
         right : whether a result is right; None: the call must be refused.
         accepted : True if the call must return, False if it must be refused, None if either is
-        well. refusal : the error that refuses, of one line.
+            well.
+        refusal : the error that refuses, of one line.
         """
         self.record(case, python_fault(call, right, good_ends(right, accepted), refusal))
 

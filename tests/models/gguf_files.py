@@ -79,7 +79,7 @@ def write_gguf(path: Path, model: Any, kind: str = "F32", **metadata: Any) -> Pa
     Parameters
     ----------
     kind : type of the matrices, of ``gguf.GGMLQuantizationType``; other tensors are in single
-    precision.
+        precision.
     """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]

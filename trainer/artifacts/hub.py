@@ -70,7 +70,8 @@ def push(
     ----------
     repository : ``owner/name``.
     held : artifacts by their folder in the repository: one, in ``""``, or one of each kind, in a
-    folder of its name. private : create a private repository.
+        folder of its name.
+    private : create a private repository.
     token : None is the token of ``hf auth login`` or ``HF_TOKEN``. No message contains it.
 
     Returns
@@ -80,7 +81,7 @@ def push(
     Raises
     ------
     UserError : an invalid name, no token, no permission, no connection, or ``private`` and a public
-    repository.
+        repository.
     """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 

@@ -62,7 +62,7 @@ class ArtifactModule(nn.Module):
         Raises
         ------
         UserError : see :func:`msattn.trainer.artifacts.push`; or the module was not loaded from an
-        artifact, or was changed.
+            artifact, or was changed.
         """
         name = type(self).__name__
         if self.artifact is None:

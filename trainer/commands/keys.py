@@ -131,12 +131,10 @@ def first_sentence(group: str, option: str) -> str:
     """
     path = CONF / group / f"{option}.yaml"
     if group == "select" and option in POLICIES:
-        return str(policies.BY_NAME[option].__doc__).splitlines()[0].replace("``", "")
+        return _first_paragraph(str(policies.BY_NAME[option].__doc__)).replace("``", "")
     if group == "select" and option in BASELINES:
-        described = (
-            ast.get_docstring(ast.parse(get_data(UNTRAINED, f"scores/{option}.py") or b"")) or ""
-        )
-        return f"Untrained: {described.splitlines()[0]}"
+        source = ast.parse(get_data(UNTRAINED, f"scores/{option}.py") or b"")
+        return f"Untrained: {_first_paragraph(ast.get_docstring(source) or '')}"
     # otherwise an option of --config-dir
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     comment = [
@@ -145,6 +143,11 @@ def first_sentence(group: str, option: str) -> str:
     ]
     text = " ".join(line for line in comment if not line.startswith("@package"))
     return re.split(r"(?<=\.)\s+(?=[A-Z]|msattn)", text)[0]
+
+
+def _first_paragraph(text: str) -> str:
+    """Returns the first paragraph of a docstring in one line."""
+    return " ".join(text.partition("\n\n")[0].split())
 
 
 def as_override(value: Any) -> str:

@@ -26,7 +26,8 @@ class Setting:
     Attributes
     ----------
     unit : ``sparsity``, ``probes``, ``keys``, ``about keys``, ``far keys`` or a policy; without
-    ``value`` a text of its own. value : number in this unit, shares from 0 to 1.
+        ``value`` a text of its own.
+    value : number in this unit, shares from 0 to 1.
     situation : state of the cache, for ``latency``.
     """
 
@@ -62,7 +63,8 @@ class EvalRow:
     ----------
     task : name of the task, one of ``eval.tasks``.
     method : dense attention (in variants by the kernel that ran, where several do), a gate, a
-    baseline, or a router. setting : requested setting.
+        baseline, or a router.
+    setting : requested setting.
     score, score_name : main metric of the task, and its name.
     interval : 95 % confidence interval of the score; None with one sample.
     ratio_to_dense : score divided by the score of dense attention on the same samples.
@@ -70,26 +72,24 @@ class EvalRow:
     selectivity : share of the visible keys that was read.
     recall : share of the attention mass in what was read; None if not measured.
     latency_s, peak_memory_mb : seconds and peak MiB of one sample (``decoding``: a token of each
-    sequence); None if the task
-        runs more than serving would.
+        sequence); None if the task runs more than serving would.
     samples : number of samples that the score averages over.
     extra : metrics of this task alone (plain numbers, strings, lists and dicts). Every task:
-    ``length`` of the prompts, if it
-        has one, and ``device``, the type of device. Tasks with answers: ``examples``, each a
-        ``prompt`` with ``expected``, ``answer`` and ``correct``, of the same prompts in all rows of
-        a task and length. ``needle`` and ``prompts``: ``correct``, of each prompt. One row each:
-        ``maps`` and ``decoded``, see :mod:`~msattn.trainer.evaluate.tasks.reads`. ``perplexity``,
-        ``documents``, ``ruler`` and ``leval``: ``ratio_interval``, of ``ratio_to_dense``, from
-        differences on the same samples. ``perplexity`` and ``documents``: ``losses``, of each
-        sample in nats; ``kl_divergence`` from dense predictions, in nats a token, and ``same_top``,
-        the share of tokens whose most likely prediction is the same, both with intervals.
-        ``ruler``: the score of each task, under its name, and ``scores``, of each prompt by task.
-        ``leval``: the likelihood of each file, under its name, ``logs``, of each question by file,
-        ``choices``, and ``answers`` and ``scores`` of generated answers. ``harness``:
-        ``benchmark``, the name of lm_eval's task, and ``length`` only if it makes prompts of given
-        lengths. ``latency``: ``situation``, that of the cache. ``decoding``: ``batch``, and what
-        each token is ``launched_by``. ``throughput``: ``batch``, the number of requests, and
-        percentiles of the seconds to the first token.
+        ``length`` of the prompts, if it has one, and ``device``, the type of device. Tasks with
+        answers: ``examples``, each a ``prompt`` with ``expected``, ``answer`` and ``correct``, of
+        the same prompts in all rows of a task and length. ``needle`` and ``prompts``: ``correct``,
+        of each prompt. One row each: ``maps`` and ``decoded``, see
+        :mod:`~msattn.trainer.evaluate.tasks.reads`. ``perplexity``, ``documents``, ``ruler`` and
+        ``leval``: ``ratio_interval``, of ``ratio_to_dense``, from differences on the same samples.
+        ``perplexity`` and ``documents``: ``losses``, of each sample in nats; ``kl_divergence`` from
+        dense predictions, in nats a token, and ``same_top``, the share of tokens whose most likely
+        prediction is the same, both with intervals. ``ruler``: the score of each task, under its
+        name, and ``scores``, of each prompt by task. ``leval``: the likelihood of each file, under
+        its name, ``logs``, of each question by file, ``choices``, and ``answers`` and ``scores`` of
+        generated answers. ``harness``: ``benchmark``, the name of lm_eval's task, and ``length``
+        only if it makes prompts of given lengths. ``latency``: ``situation``, that of the cache.
+        ``decoding``: ``batch``, and what each token is ``launched_by``. ``throughput``: ``batch``,
+        the number of requests, and percentiles of the seconds to the first token.
     """
 
     task: str

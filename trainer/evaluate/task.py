@@ -50,20 +50,20 @@ class Task:
     Attributes
     ----------
     heading, unit : title of its table, and what a row averages over; in braces a key of the first
-    row's ``extra``. columns : columns of its table between ``setting`` and those that all tasks
-    have. reads : ``blocks`` if it measures block selections, ``routings`` if it measures bucket
-    routings; artifacts that no task
-        reads are not looked for.
+        row's ``extra``.
+    columns : columns of its table between ``setting`` and those that all tasks have.
+    reads : ``blocks`` if it measures block selections, ``routings`` if it measures bucket routings;
+        artifacts that no task reads are not looked for.
     text : ``heldout``: it always reads the held-out documents. ``haystack``: it reads the text of
-    its key ``haystack``, or
-        else the held-out documents. ``pretrained``: it reads the held-out documents if
-        ``model.init=pretrained``. None: it reads no text of ``data``.
+        its key ``haystack``, or else the held-out documents. ``pretrained``: it reads the held-out
+        documents if ``model.init=pretrained``. None: it reads no text of ``data``.
     files : keys of its section that name files of questions.
     form : format of a score beside that of another evaluation.
     hidden : columns of all tasks that its table leaves out, as its own columns have them.
     timed : whether its score is a time or a rate, which says nothing about other machines.
     fits_positions : whether its lengths, with the new tokens of its key ``tokens``, may not exceed
-    the model's positions. quality : how the verdict judges it; None: not at all.
+        the model's positions.
+    quality : how the verdict judges it; None: not at all.
     """
 
     heading: str

@@ -43,7 +43,7 @@ class TopK(_Policy):
     Parameters
     ----------
     sparsity : share of the causally visible blocks that is not read, from 0 to less than 1;
-    UserError for others.
+        UserError for others.
     """
 
     name = "topk"

@@ -40,13 +40,13 @@ class Selection:
     Attributes
     ----------
     policy : one policy for all layers, or a sequence with one for each layer: block scores and
-    candidates in, the blocks to
-        read out, e.g. :class:`~msattn.trainer.methods.policies.TopK`. :meth:`from_config` makes it
-        from a configuration.
+        candidates in, the blocks to read out, e.g. :class:`~msattn.trainer.methods.policies.TopK`.
+        :meth:`from_config` makes it from a configuration.
     scorer : source of the block scores.
     always : blocks that every row reads. They and the row's own (diagonal) block count towards the
-    policy's share. earlier : policy of the chunks of a prompt before its last, if their scores have
-    thresholds of their own; None: ``policy``.
+        policy's share.
+    earlier : policy of the chunks of a prompt before its last, if their scores have thresholds of
+        their own; None: ``policy``.
     """
 
     policy: Policy | Sequence[Policy]

@@ -179,7 +179,8 @@ def calibrate_blocks(
     scorers : scorers of gates (``GateScores``) or training-free methods, by name.
     teacher : the model, with dense attention.
     chunks : this rank's items ``{"input_ids": int64 [N]}``, from training text and never from test
-    text. always : blocks that each row always reads.
+        text.
+    always : blocks that each row always reads.
     allocation : applies to all scorers; None: each uses its own.
     """
     allocations = {name: allocation or allocation_of(scorer) for name, scorer in scorers.items()}

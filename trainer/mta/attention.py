@@ -60,8 +60,7 @@ class MultiTokenAttention(nn.Module):
     Raises
     ------
     UserError : attention other than Llama's, dropout, options out of range; in the forward pass:
-    padding not on the
-        left, packed sequences, caches that do not grow, a tapped model.
+        padding not on the left, packed sequences, caches that do not grow, a tapped model.
     """
 
     def __init__(

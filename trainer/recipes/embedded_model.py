@@ -80,7 +80,7 @@ class Stage:
     Attributes
     ----------
     shares : shares of sequences with each task of
-    :data:`msattn.trainer.data.tasks.sequences.NAMES`; the others are text.
+        :data:`msattn.trainer.data.tasks.sequences.NAMES`; the others are text.
     """
 
     seq_len: int

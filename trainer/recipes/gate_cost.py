@@ -5,10 +5,9 @@
 uses the model, chunk length and gate of ``msattn train-gate`` with random tokens, and times
 
     forward, <attention>   inference: the forward pass of the model, without logits
-    forward, maxpool       the same with ``maxpool_attention`` as attention: the teacher's part of a
-    step train-gate             a training step: forward pass, block maps, gradients of the gates,
-    AdamW one graph              a step that keeps the losses of all layers in one autograd graph
-    until one backward pass
+    forward, maxpool       the same with ``maxpool_attention`` as attention: the teacher's part
+    train-gate             a training step: forward pass, block maps, gradients of the gates, AdamW
+    one graph              a step that keeps the losses of all layers in one autograd graph
 
 Rows are written to ``outputs/<model.name>/<name>/cost/train_gate.csv``.
 """

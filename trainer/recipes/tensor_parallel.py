@@ -1,17 +1,16 @@
 """Measures sparse and dense attention of a model that is split across GPUs (tensor parallelism).
 
-    torchrun --nproc-per-node 4 -m msattn.trainer.recipes.tensor_parallel model=llama3
-    model.path=FOLDER select.sparsity=0.9
+    torchrun --nproc-per-node 4 -m msattn.trainer.recipes.tensor_parallel \\
+        model=llama3 model.path=FOLDER select.sparsity=0.9
 
 takes the overrides of ``msattn eval``: the model's folder, and from ``eval.throughput`` the
 lengths, the requests and their new tokens. Prompts are random tokens. Gate and classifier have
 random weights, which cost as much as trained ones. Without ``torchrun``, one GPU is measured. Each
 length has three rows:
 
-    dense       transformers' ``generate``; with ``--engine generate_batch`` msattn's kernels over
-    pages sparse      attached, with the share of the blocks and the number of buckets that
-    ``msattn eval`` takes every key   attached, with all blocks and all buckets: the answers are
-    those of dense attention, up to rounding
+    dense       transformers' ``generate``; with ``--engine generate_batch`` kernels over pages
+    sparse      attached, with the share of the blocks and the number of buckets of ``msattn eval``
+    every key   attached, with all blocks and all buckets: as dense attention, up to rounding
 
 ``generate`` answers only the first request; its rate counts new tokens after the prompt, while that
 of ``generate_batch`` includes the prompts. ``equal`` counts the tokens of each answer before the

@@ -46,9 +46,9 @@ def attach(model: "PreTrainedModel", options: AttachOptions) -> Iterator[Sparse]
     Parameters
     ----------
     model : a decoder of a supported family, also quantized, offloaded, or with PEFT adapters.
-    Models with images are served
-        on their text decoder. :func:`msattn.trainer.models.families.attention_layers` says which
-        layers can be sparse; the others keep their own attention.
+        Models with images are served on their text decoder.
+        :func:`msattn.trainer.models.families.attention_layers` says which layers can be sparse; the
+        others keep their own attention.
     **options : :class:`AttachOptions`.
 
     Yields
@@ -58,10 +58,10 @@ def attach(model: "PreTrainedModel", options: AttachOptions) -> Iterator[Sparse]
     Raises
     ------
     UserError : there is nothing to attach, an artifact has the wrong kind or was made for another
-    model, the model is not
-        supported, in double precision or already attached, or an argument has the wrong type or is
-        out of range. In a forward pass: ids outside the vocabulary, inputs of the wrong type or
-        shape, no tokens, a cache of another model or batch, or a full static cache.
+        model, the model is not supported, in double precision or already attached, or an argument
+        has the wrong type or is out of range. In a forward pass: ids outside the vocabulary, inputs
+        of the wrong type or shape, no tokens, a cache of another model or batch, or a full static
+        cache.
 
     Notes
     -----

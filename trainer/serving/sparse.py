@@ -59,15 +59,18 @@ class Sparse(NotCopied):
             A dict that prints in one line.
             ``sparsity``: share of the causally visible blocks that passes over several tokens did
             not read (a block at zoom z counts as 1 / z of a block), 0 in a dense pass; None without
-            a selection. ``sparsity_by_layer``: the same for each layer number. Layers differ if one
-            threshold serves all layers. ``selectivity``: share of the visible keys that single
-            tokens read in the routed layers (all except ``dense_layers``), dense passes included.
-            None without a router. ``prefill_recall``, ``decode_recall``: share of the attention
-            mass that sparse passes read (with ``measure_recall``).
+            a selection.
+            ``sparsity_by_layer``: the same for each layer number. Layers differ if one threshold
+            serves all layers.
+            ``selectivity``: share of the visible keys that single tokens read in the routed layers
+            (all except ``dense_layers``), dense passes included. None without a router.
+            ``prefill_recall``, ``decode_recall``: share of the attention mass that sparse passes
+            read (with ``measure_recall``).
             ``recall``: the mean of both, or the one that was measured.
             ``dense_fallbacks``: passes of single layers that were dense because sparse attention
-            does not support them. ``dense_by_choice``: passes of single layers that were dense
-            because this is faster at their length, or because of the selection's ``dense_queries``.
+            does not support them.
+            ``dense_by_choice``: passes of single layers that were dense because this is faster at
+            their length, or because of the selection's ``dense_queries``.
             ``graph_steps``, ``eager_steps``: on a GPU, passes over one token of each sequence that
             replayed a CUDA graph, or that launched kernels one by one.
             ``selection_s``, ``attention_s``: total seconds of selection and of attention (with

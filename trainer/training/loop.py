@@ -66,35 +66,33 @@ def fit(
     Parameters
     ----------
     module : ``forward(**batch)`` returns a dict with ``loss`` (scalar, mean over the micro-batch)
-    and, optionally, ``parts``
-        (name -> scalar, the same names each time), which are logged and checked. Only registered
-        parameters and buffers are saved.
+        and, optionally, ``parts`` (name -> scalar, the same names each time), which are logged and
+        checked. Only registered parameters and buffers are saved.
     dataset : map-style; an item depends only on its index. Each pass has a new order, drawn from
-    ``seed``. folder : work folder; checkpoints go to ``folder/checkpoints``.
+        ``seed``.
+    folder : work folder; checkpoints go to ``folder/checkpoints``.
     device : ``cpu``, or ``cuda`` (one device per rank; several ranks under ``torchrun``).
     resume : continue from the newest complete checkpoint, if any; the result equals that of an
-    uninterrupted run.
-        If False, earlier checkpoints in ``folder`` are removed.
+        uninterrupted run. If False, earlier checkpoints in ``folder`` are removed.
     extra_settings : further settings that the result depends on, under the names of the command
-    line. A resumed run must
-        have the same.
+        line. A resumed run must have the same.
     evaluate : called with the module in eval mode, every ``train.eval_every`` steps (0: none) and
-    after the last one. collate : items -> batch; default: ``torch.utils.data.default_collate``.
+        after the last one.
+    collate : items -> batch; default: ``torch.utils.data.default_collate``.
     optimizer : ``adamw`` has decoupled weight decay, ``adam`` adds it to the gradient.
     shard : name of the layer class whose weights are sharded over the ranks' GPUs (FSDP2); None
-    replicates them. With
-        sharding the weights of ``module`` are ``DTensor`` afterwards.
+        replicates them. With sharding the weights of ``module`` are ``DTensor`` afterwards.
     shuffle : if False, items come in the order of ``dataset``, which must have
-    ``train.steps * train.batch_size`` items.
+        ``train.steps * train.batch_size`` items.
 
     Raises
     ------
     UserError : contradictory settings, settings that differ from the run to resume, or a full disk.
     TrainingDiverged : a loss, gradient or weight is not finite; the last complete checkpoint is
-    kept.
+        kept.
     Fault : a data worker was killed.
     KeyboardInterrupt : Ctrl-C, once the step is finished and saved; its subclass ``Terminated`` for
-    SIGTERM.
+        SIGTERM.
     """
     checkpoints = Path(folder) / "checkpoints"
     arguments = _arguments(train, checkpoints, device, seed, shard)

@@ -37,17 +37,17 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
     ----------
     partition : assigns keys to buckets; a part of the artifact.
     num_heads : classifiers of each layer: the number of key/value heads (one for a query group) or
-    of query heads. hidden : width of the hidden layer.
+        of query heads.
+    hidden : width of the hidden layer.
     residual : adds the products of query and centroids to the logits, so that the network learns a
-    correction to k-means
-        routing. Figure 7 of the paper mentions a residual form of the same capacity without a
-        formula; this form has the same weights.
+        correction to k-means routing. Figure 7 of the paper mentions a residual form of the same
+        capacity without a formula; this form has the same weights.
     seed : the initial weights of a layer depend on (seed, layer) alone.
 
     Attributes
     ----------
     thresholds : of :func:`msattn.trainer.methods.key_thresholds.calibrate_keys`; None before
-    training.
+        training.
     """
 
     mean: Tensor

@@ -70,8 +70,7 @@ class AttnGate(nn.Module):
     ----------
     head_dim, num_heads, num_kv_heads : shape of the layer's attention.
     cfg : poolings, width and heads. With ``heads="kv"`` a gate head serves a whole query group, and
-    its input is the
-        concatenation of the group's pooled queries.
+        its input is the concatenation of the group's pooled queries.
     channels : as for :func:`frequency_matched_projection`.
 
     Notes
@@ -224,8 +223,7 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
     ----------
     layers : an :class:`AttnGate` for each of ``layer_numbers``, by number.
     thresholds : calibrated thresholds (``calibrate_blocks``) of the block scores in
-    ``GATE_SCORES``, by name; None before
-        training.
+        ``GATE_SCORES``, by name; None before training.
     always : blocks that every row reads by default, with which ``thresholds`` were measured.
     """
 

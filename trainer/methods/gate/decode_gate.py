@@ -60,14 +60,13 @@ class DecodeGate(BlockRouter, GateArtifact[KeyThresholds]):
     ----------
     num_blocks : blocks of the longest sequence, the largest number of probes.
     finished_at : position (first or last key) for RoPE of the pooled key of a block that new tokens
-    completed after the last
-        prompt. Other blocks use their first key, as in training.
+        completed after the last prompt. Other blocks use their first key, as in training.
 
     Attributes
     ----------
     gates : an :class:`~msattn.trainer.methods.gate.attn_gate.AttnGate` for each attention layer.
     thresholds : calibrated thresholds
-    (:func:`msattn.trainer.methods.key_thresholds.calibrate_keys`); None before training.
+        (:func:`msattn.trainer.methods.key_thresholds.calibrate_keys`); None before training.
     """
 
     phase = "decode"

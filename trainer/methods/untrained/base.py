@@ -30,7 +30,7 @@ class UntrainedScorer(ABC):
     ----------
     block_size : number of tokens in a block.
     key_block_size : number of keys in a block, if they are fewer than its queries; None:
-    ``block_size``.
+        ``block_size``.
     """
 
     method: ClassVar[Method]

@@ -47,9 +47,8 @@ class AShape(UntrainedScorer):
     Attributes
     ----------
     profile : fp32 ``[layers, Hq, 1 + T]``: score of the first block, then of blocks at distance 0,
-    1, ... before the row's
-        last one. It falls with the distance, so that spans are contiguous; beyond T it falls as one
-        over the distance.
+        1, ... before the row's last one. It falls with the distance, so that spans are contiguous;
+        beyond T it falls as one over the distance.
     """
 
     method: ClassVar = Method(
