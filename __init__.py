@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from msattn.kernels.conv_attention import conv_attention
     from msattn.kernels.conv_decode import conv_decode
     from msattn.kernels.flash_decode import flash_decode
+    from msattn.kernels.gate_blocks import gate_blocks
     from msattn.kernels.gate_scores import gate_scores
     from msattn.kernels.head_mix_attention import head_mix_attention
     from msattn.kernels.maxpool_attention import maxpool_attention
@@ -86,7 +87,7 @@ __all__ = [
     "block_sparse_attention",
     "bucket_decode", "bucket_mass", "build_bucket_index", "calibrate_blocks", "conv_attention",
     "conv_decode", "disable",
-    "enable", "enabled", "flash_decode", "gate_scores", "head_mix_attention", "load",
+    "enable", "enabled", "flash_decode", "gate_blocks", "gate_scores", "head_mix_attention", "load",
     "maxpool_attention", "merge_states",
     "multiscale_attention", "nearest_centroid", "normalize_rows", "paged_block_sparse_attention",
     "paged_bucket_decode",

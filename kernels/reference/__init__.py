@@ -24,6 +24,7 @@ from msattn.kernels.reference.conv_attention import conv_attention_forward as co
 from msattn.kernels.reference.conv_decode import conv_decode as conv_decode
 from msattn.kernels.reference.flash_decode import flash_decode as flash_decode
 from msattn.kernels.reference.flash_decode import merge_states as merge_states
+from msattn.kernels.reference.gate_scores import gate_blocks as gate_blocks
 from msattn.kernels.reference.gate_scores import gate_scores as gate_scores
 from msattn.kernels.reference.head_mix_attention import head_mix_attention as head_mix_attention
 from msattn.kernels.reference.head_mix_attention import (

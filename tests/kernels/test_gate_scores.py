@@ -35,6 +35,8 @@ CASES = {
         ["max", "min"],
     ),
     "fewer keys, padding": (2, 1, 2, 70, 150, 16, 8, 32, 16, [0, 33], ["avg"], ["max", "min"]),
+    "three queries a key": (6, 2, 6, 140, 170, 8, 8, 64, 32, [0, 20], ["avg"], ["max", "min"]),
+    "seven queries a key": (7, 1, 7, 130, 130, 16, 16, 64, 64, None, ["avg"], ["avg"]),
     "several tiles": (1, 1, 1, 2100, 2100, 8, 8, 16, 16, [0, 1000], ["avg"], ["avg"]),
 }
 
@@ -84,7 +86,7 @@ def pooled(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def doubled(arguments: dict[str, Any]) -> dict[str, Any]:
     """The same numbers in fp64; frequencies stay as they are."""
-    double = ("q", "k", "query_weight", "key_weight", "q_rope", "k_rope")
+    double = ("q", "k", "pooled_k", "query_weight", "key_weight", "q_rope", "k_rope")
     return {name: x.double() if name in double else x for name, x in arguments.items()}
 
 
@@ -195,6 +197,42 @@ def test_least_scores_of_columns(case: str, backend: Backend, device: str, poiso
         expected,
         rtol=1e-3,
         atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", ["padding", "more keys", "more queries", "fewer keys, padding"])
+def test_scores_of_the_last_rows(case: str, backend: Backend, device: str, poisoned: None) -> None:
+    """They replace the gate's scores in some rows, and are a lower bound in the others."""
+    arguments = pooled(random_arguments(case, device))
+    plain = gate_scores(**arguments, backend=backend)
+    (batch, gates, rows, cols), count = plain.shape, 2
+    last_rows = torch.rand(batch, gates, count, cols, device=device).square()
+    whole = torch.tensor([[False, True]], device=device).expand(batch, -1)
+    got = gate_scores(**arguments, last_rows=last_rows, whole=whole, backend=backend)
+    for b in range(batch):
+        exist = int((plain[b, 0] > 0).any(-1).sum())
+        expected, base = plain[b].clone(), max(0, exist - count)
+        for i in range(min(count, rows - base)):
+            seen, row = plain[b, :, base + i] > 0, plain[b, :, base + i]
+            larger = last_rows[b, :, i] if i else last_rows[b, :, i].maximum(row)
+            expected[:, base + i] = larger * seen
+        assert torch.equal(got[b], expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e15])
+def test_vectors_of_any_magnitude(scale: float, backend: Backend, device: str) -> None:
+    """Products of pairs of fp16 numbers neither overflow nor lose digits."""
+    arguments = pooled(random_arguments("one gate per key/value head", device))
+    wanted = gate_scores(**arguments, backend=backend)
+    arguments["query_weight"], arguments["pooled_k"] = (
+        arguments["query_weight"] * scale,
+        arguments["pooled_k"] / scale,
+    )
+    arguments["mean_weight"] *= scale
+    torch.testing.assert_close(
+        gate_scores(**arguments, backend=backend), wanted, rtol=1e-4, atol=1e-7
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.errors import UserError
@@ -10,6 +10,7 @@ from msattn.trainer.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from msattn.trainer.methods.blocks import RowCandidates
     from msattn.trainer.models.layer_attention import LayerInputs
 
 CALIBRATED, TOP_K, INDEPENDENT, RANDOM_WEIGHTS, ROPE = (
@@ -121,3 +122,21 @@ class Scorer(Protocol):
     def sizes(self) -> BlockSizes: ...
 
     def __call__(self, x: "LayerInputs") -> "Tensor": ...
+
+
+@runtime_checkable
+class GateScorer(Scorer, Protocol):
+    """A scorer that can also select blocks without holding their scores.
+
+    ``select`` returns the bits of a block mask, int32 ``[B, Hq | Hkv, Tr, ceil(Tc / 32)]``. The
+    number of the best blocks and the threshold are those of
+    :class:`~msattn.trainer.methods.policies.Best`.
+    """
+
+    def select(
+        self,
+        x: "LayerInputs",
+        candidates: "RowCandidates",
+        counts: "Tensor",
+        limit: Mapping[str, float],
+    ) -> "Tensor": ...

@@ -36,8 +36,24 @@ class _Policy:
         SelectConfig(self.name, **{key: getattr(self, key) for key in POLICIES[self.name]})
 
 
+class Best:
+    """A policy that selects the best blocks of each row, and those that reach a threshold.
+
+    ``rule(candidates)`` returns the number of the best blocks of each row and the arguments of the
+    threshold, as :func:`~msattn.kernels.best_blocks.best_blocks` takes them. With a gate's scores
+    :func:`~msattn.kernels.gate_blocks.gate_blocks` follows this rule, and the scores are not held.
+    """
+
+    def rule(self, candidates: "Candidates") -> tuple["Tensor", dict[str, float]]:
+        raise NotImplementedError
+
+    def __call__(self, scores: "Tensor", candidates: "Candidates") -> "Tensor":
+        counts, limit = self.rule(candidates)
+        return candidates.best(scores, counts, **limit)
+
+
 @dataclass(frozen=True)
-class TopK(_Policy):
+class TopK(Best, _Policy):
     """Selects the best blocks of each row, ``1 - sparsity`` of the visible ones.
 
     Parameters
@@ -49,12 +65,12 @@ class TopK(_Policy):
     name = "topk"
     sparsity: float
 
-    def __call__(self, scores: "Tensor", candidates: "Candidates") -> "Tensor":
-        return candidates.best(scores, candidates.share(1 - self.sparsity))
+    def rule(self, candidates: "Candidates") -> tuple["Tensor", dict[str, float]]:
+        return candidates.share(1 - self.sparsity), {}
 
 
 @dataclass(frozen=True)
-class Calibrated:
+class Calibrated(Best):
     """Selects part of each row's top-k share, and blocks above a threshold.
 
     ``floor`` is this part, as a share of the visible blocks. The threshold of a row with ``v``
@@ -71,24 +87,24 @@ class Calibrated:
     edge_exponent: float
     above: float
 
-    def __call__(self, scores: "Tensor", candidates: "Candidates") -> "Tensor":
-        limit = {
+    def rule(self, candidates: "Candidates") -> tuple["Tensor", dict[str, float]]:
+        return candidates.share(self.floor), {
+            "threshold": self.scale,
             "exponent": self.exponent,
             "edge_exponent": self.edge_exponent,
             "above": self.above,
         }
-        return candidates.best(scores, candidates.share(self.floor), threshold=self.scale, **limit)
 
 
 @dataclass(frozen=True)
-class Threshold(_Policy):
+class Threshold(Best, _Policy):
     """Selects every block whose row-normalised score is at least ``threshold``."""
 
     name = "threshold"
     threshold: float
 
-    def __call__(self, scores: "Tensor", candidates: "Candidates") -> "Tensor":
-        return candidates.best(scores, candidates.share(0.0), threshold=self.threshold)
+    def rule(self, candidates: "Candidates") -> tuple["Tensor", dict[str, float]]:
+        return candidates.share(0.0), {"threshold": self.threshold}
 
 
 @dataclass(frozen=True)
@@ -107,7 +123,7 @@ class Nucleus(_Policy):
 
 
 @dataclass(frozen=True)
-class TokenBudget(_Policy):
+class TokenBudget(Best, _Policy):
     """Selects the best blocks of each row, of ``block_size`` keys each, that together hold
     ``tokens`` keys.
     """
@@ -116,8 +132,8 @@ class TokenBudget(_Policy):
     tokens: int
     block_size: int = 64
 
-    def __call__(self, scores: "Tensor", candidates: "Candidates") -> "Tensor":
-        return candidates.best(scores, candidates.number(max(1, self.tokens // self.block_size)))
+    def rule(self, candidates: "Candidates") -> tuple["Tensor", dict[str, float]]:
+        return candidates.number(max(1, self.tokens // self.block_size)), {}
 
 
 @dataclass(frozen=True)

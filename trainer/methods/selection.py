@@ -21,14 +21,20 @@ from msattn.trainer.config.select import SelectConfig
 from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.base import Scorer
-from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, Candidates, candidate_blocks
-from msattn.trainer.methods.policies import BY_NAME, Calibrated, TopK
+from msattn.trainer.methods.base import GateScorer, Scorer
+from msattn.trainer.methods.blocks import (
+    SINK_AND_LOCAL,
+    AlwaysRead,
+    Candidates,
+    RowCandidates,
+    candidate_blocks,
+)
+from msattn.trainer.methods.policies import BY_NAME, Best, Calibrated, TopK
 from msattn.trainer.methods.thresholds import SHORT_ROWS, BlockThresholds, shortest_row
 from msattn.trainer.methods.untrained import untrained_scorer
 from msattn.trainer.models.layer_attention import LayerInputs, score_options, with_sinks
 
-SCORE_BYTES = 2**30  # of block scores in memory at once
+SCORE_BYTES = 2**30  # of block scores or projected keys in memory at once
 OWN_ALWAYS = ("sink_blocks", "local_blocks")  # what a gate records of AlwaysRead
 Policy = Callable[[Tensor, Candidates], Tensor]  # see msattn.trainer.methods.policies
 
@@ -113,22 +119,29 @@ class Selection:
         )
 
     def blocks(self, x: LayerInputs) -> Tensor:
-        """Returns the blocks of a layer to read, a mask or zooms ``[B, Hq | Hkv, Tr, Tc]``.
+        """Returns the blocks of a layer to read: a mask ``[B, Hq | Hkv, Tr, Tc]`` or its bits, or
+        zooms.
 
-        Every row that sees a key reads at least one block.
+        Every row that sees a key reads at least one block. The scores of a gate are not held where
+        the policy selects the best blocks.
         """
-        parts = [self.choose(self.scorer(part), part) for part in self._parts(x)]
+        policy, candidates = self._policy(x), self.candidates(x)
+        held = -(-x.num_queries // self.sizes.queries)
+        if isinstance(policy, Best) and isinstance(self.scorer, GateScorer):
+            rule = policy.rule(candidates)
+            if x.q.is_cuda:  # the kernels hold projected and mean keys, the reference scores
+                held = 2 * x.q.shape[3]
+            parts = [self.scorer.select(part, candidates, *rule) for part in self._parts(x, held)]
+        else:
+            parts = [policy(self.scorer(part), candidates) for part in self._parts(x, held)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _parts(self, x: LayerInputs) -> Iterator[LayerInputs]:
-        """Yields the inputs of as many heads at a time as have scores of at most ``SCORE_BYTES``,
-        or those of all heads.
+    def _parts(self, x: LayerInputs, held: int) -> Iterator[LayerInputs]:
+        """Yields the inputs of as many heads at a time as hold at most ``SCORE_BYTES``, ``held``
+        numbers of each block of keys, or those of all heads.
         """
-        kv_heads, scored = (
-            x.k.shape[1],
-            4 * len(x.q) * x.q.shape[1] * -(-x.num_queries // self.sizes.queries),
-        )
-        scored *= -(-x.num_keys // self.sizes.keys)
+        kv_heads = x.k.shape[1]
+        scored = 4 * len(x.q) * x.q.shape[1] * held * -(-x.num_keys // self.sizes.keys)
         number = next(
             (n for n in range(1, kv_heads) if kv_heads % n == 0 and scored <= n * SCORE_BYTES),
             kv_heads,
@@ -140,14 +153,15 @@ class Selection:
             yield x.of_heads(slice(first, first + kv_heads // number))
 
     def choose(self, scores: Tensor, x: LayerInputs) -> Tensor:
-        """Returns the result of :meth:`blocks` for given scores, so that several policies can share
-        them.
-        """
-        policy = self.policy if x.ends_prompt or self.earlier is None else self.earlier
-        policy = policy[x.layer] if isinstance(policy, Sequence) else policy
-        return policy(scores, self.candidates(x))
+        """Returns a mask or zooms for given scores, so that several policies can share them."""
+        return self._policy(x)(scores, self.candidates(x))
 
-    def candidates(self, x: LayerInputs) -> Candidates:
+    def _policy(self, x: LayerInputs) -> Policy:
+        """Returns the policy of a layer in a pass."""
+        policy = self.policy if x.ends_prompt or self.earlier is None else self.earlier
+        return policy[x.layer] if isinstance(policy, Sequence) else policy
+
+    def candidates(self, x: LayerInputs) -> RowCandidates:
         """Returns the blocks to select from."""
         always = self.always if x.ends_prompt else self.always._replace(dense_queries=0)
         return candidate_blocks(x, self.sizes, always)
@@ -218,15 +232,17 @@ def _calibrated(
 def selected_attention(x: LayerInputs, selected: Tensor, sizes: BlockSizes) -> SparseAttention:
     """Computes the attention of a layer over the selected blocks.
 
-    ``selected [B | 1, Hq | Hkv | 1, Tr, Tc]`` is a bool block mask for ``block_sparse_attention``,
-    or uint8 zooms for ``multiscale_attention``.
+    ``selected [B | 1, Hq | Hkv | 1, Tr, Tc]`` is a bool block mask or its bits for
+    ``block_sparse_attention``, or uint8 zooms for ``multiscale_attention``.
     """
-    if selected.dtype == torch.bool:
+    if selected.dtype == torch.uint8:
         return with_sinks(
             x,
-            block_sparse_attention(x.q, x.k, x.v, selected, **sizes.arguments, **score_options(x)),
+            multiscale_attention(
+                x.q, x.k, x.v, selected, block_size=sizes.queries, **score_options(x)
+            ),
         )
     return with_sinks(
         x,
-        multiscale_attention(x.q, x.k, x.v, selected, block_size=sizes.queries, **score_options(x)),
+        block_sparse_attention(x.q, x.k, x.v, selected, **sizes.arguments, **score_options(x)),
     )

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from msattn.kernels.common.checks import first_query
+from msattn.kernels.gate_blocks import gate_blocks
 from msattn.kernels.gate_scores import gate_scores
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.kernels.types import MaxPoolAttention
@@ -27,7 +28,7 @@ from msattn.trainer import artifacts, models
 from msattn.trainer.config import BlockSizes, GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, row_span
+from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, RowCandidates, row_span
 from msattn.trainer.methods.gate import scorer_class
 from msattn.trainer.methods.gate.artifact import GateArtifact, Shape
 from msattn.trainer.methods.thresholds import Allocation, BlockThresholds
@@ -312,18 +313,41 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
         )
 
     @torch.no_grad()
-    def scores(
-        self, x: LayerInputs, *, last_queries: bool = False, columns: Tensor | None = None
-    ) -> Tensor:
+    def scores(self, x: LayerInputs, **given: Any) -> Tensor:
         """Computes the block probabilities of a layer, fp32 ``[B, Hg, Tr, Tc]``.
 
         They are the softmax over the visible blocks of :meth:`logits` and of the products of
         mean-pooled queries and keys after RoPE, in one operation without gradients. ``Hg`` is the
-        number of query heads or of key/value heads, by ``gate.heads``. ``last_queries`` and
-        ``columns`` as in :func:`~msattn.kernels.gate_scores.gate_scores`. Where a cache keeps
-        pooled keys, ``x.pooled_keys`` stand for all keys. Raises ValueError as :meth:`logits`,
-        without ``x.pooled_keys``.
+        number of query heads or of key/value heads, by ``gate.heads``. ``given`` are further
+        arguments of :func:`~msattn.kernels.gate_scores.gate_scores`: ``last_queries``, ``columns``
+        and the like. Where a cache keeps pooled keys, ``x.pooled_keys`` stand for all keys. Raises
+        ValueError as :meth:`logits`, without ``x.pooled_keys``.
         """
+        return gate_scores(**self._arguments(x), **given)
+
+    @torch.no_grad()
+    def select(
+        self,
+        x: LayerInputs,
+        candidates: RowCandidates,
+        counts: Tensor,
+        limit: Mapping[str, float],
+        **given: Any,
+    ) -> Tensor:
+        """Selects blocks by :meth:`scores`, see :class:`~msattn.trainer.methods.base.GateScorer`;
+        ``given`` as there.
+        """
+        return gate_blocks(
+            **self._arguments(x),
+            counts=counts,
+            local=candidates.local,
+            sink_blocks=candidates.sink_blocks,
+            **limit,
+            **given,
+        )
+
+    def _arguments(self, x: LayerInputs) -> dict[str, Any]:
+        """Returns the arguments of the operations on gates."""
         layer, cfg, pooled = cast(AttnGate, self.layers[x.layer]), self.cfg, x.pooled_keys
         weight = cast(float, cfg.mean_weight)
         queries, keys = self._inputs(x)
@@ -336,21 +360,19 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
             pooled = pool_keys(
                 cfg.cached_pools, keys, x.k, block_size=cfg.sizes.keys, start=x.kv_start
             )
-        return gate_scores(
-            queries,
-            pooled,
-            query_weight,
-            key_weight,
-            self._inv_freq(x),
-            q_pool=cfg.q_pool,
-            num_keys=x.num_keys,
-            kv_start=x.kv_start,
-            q_rope=x.q if weight else None,
-            mean_weight=weight * x.scale,
-            last_queries=last_queries,
-            columns=columns,
+        return {
+            "q": queries,
+            "pooled_k": pooled,
+            "query_weight": query_weight,
+            "key_weight": key_weight,
+            "inv_freq": self._inv_freq(x),
+            "q_pool": cfg.q_pool,
+            "num_keys": x.num_keys,
+            "kv_start": x.kv_start,
+            "q_rope": x.q if weight else None,
+            "mean_weight": weight * x.scale,
             **cfg.sizes.arguments,
-        )
+        }
 
     def _inputs(self, x: LayerInputs) -> tuple[Tensor, Tensor]:
         """Returns the queries and keys that are pooled: before RoPE, or for the paper's baseline
@@ -388,7 +410,20 @@ class GateScores:
         return self.gate.cfg.sizes
 
     def __call__(self, x: LayerInputs) -> Tensor:
-        return self.gate.scores(x, last_queries=self.last_block == "queries" and x.ends_prompt)
+        return self.gate.scores(x, **self._given(x))
+
+    def select(
+        self,
+        x: LayerInputs,
+        candidates: RowCandidates,
+        counts: Tensor,
+        limit: Mapping[str, float],
+    ) -> Tensor:
+        return self.gate.select(x, candidates, counts, limit, **self._given(x))
+
+    def _given(self, x: LayerInputs) -> dict[str, Any]:
+        """Returns what the scores of a pass take into account besides pooled queries."""
+        return {"last_queries": self.last_block == "queries" and x.ends_prompt}
 
 
 scorer = GateScores
