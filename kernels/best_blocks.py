@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import reference
-from msattn.kernels.common.best_of_row import MAX_COLUMNS, best_of_row, row_warps
+from msattn.kernels.common.best_of_row import MAX_COLUMNS, best_of_row, row_options
 from msattn.kernels.common.checks import check_device, resolve_backend
 from msattn.kernels.common.primitives import LOG2_E, tl, triton
 from msattn.kernels.common.registration import register_op
@@ -160,7 +160,7 @@ def launch_softmax(logits: Tensor, visible: Tensor) -> Tensor:
     _block_softmax_kernel[(heads * rows * batch,)](
         logits, visible.view(torch.uint8), probabilities,
         *logits.stride()[:3], *_row_strides(visible), heads, rows, cols, LOG2_E,
-        COLS=width, num_warps=row_warps(width),
+        COLS=width, **row_options(width),
     )  # fmt: skip
     return probabilities
 
@@ -183,7 +183,7 @@ def launch_best(
         scores, counts, visible.view(torch.uint8), always.view(torch.uint8), mask.view(torch.uint8),
         *scores.stride()[:3], *_row_strides(counts), *_row_strides(visible), *_row_strides(always),
         heads, rows, cols, threshold, exponent, edge_exponent, above,
-        COLS=width, num_warps=row_warps(width),
+        COLS=width, **row_options(width),
     )  # fmt: skip
     return mask
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common import block_pooling as pooling
-from msattn.kernels.common.best_of_row import best_of_row, row_warps
+from msattn.kernels.common.best_of_row import best_of_row, row_options
 from msattn.kernels.common.block_bits import WORD, num_words
 from msattn.kernels.common.checks import first_query
 from msattn.kernels.common.primitives import (
@@ -49,7 +49,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-TILES = {90: Tile(128, 128, 64, 8, 3), 80: Tile(128, 64, 64, 4, 2)}  # by compute capability
+TILES = {90: Tile(128, 128, 64, 8, 3), 80: Tile(128, 64, 64, 4, 3)}  # by compute capability
 
 
 class Gate(NamedTuple):
@@ -210,7 +210,7 @@ def _fill(
         _rows_kernel[(count, heads, batch)](
             logits, out, gate.columns, gate.last_rows, gate.whole, gate.kv_start, *choice_args,
             *place, rows, cols, out.shape[3], last_rows, stride_whole,
-            COLS=padded, **sizes, num_warps=row_warps(padded),
+            COLS=padded, **sizes, **row_options(padded),
         )  # fmt: skip
 
 

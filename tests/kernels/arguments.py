@@ -170,6 +170,18 @@ def gate_scores(device: str) -> Arguments:
     }
 
 
+def gate_blocks(device: str) -> Arguments:
+    rows = {"counts": [1, 1, 2, 2, 3], "local": [0, 0, 1, 2, 3]}
+    return (
+        gate_scores(device)
+        | {
+            name: torch.tensor(x, dtype=torch.int32, device=device)[None, None, :, None]
+            for name, x in rows.items()
+        }
+        | {"sink_blocks": 1, "threshold": 1.2, "exponent": -1.0, "above": 2.0}
+    )
+
+
 def best_blocks(device: str) -> Arguments:
     visible = torch.ones(1, 1, 4, 9, dtype=torch.bool, device=device).tril(5)
     return {
