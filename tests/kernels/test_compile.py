@@ -22,6 +22,7 @@ from typing import TypeVar
 import pytest
 import torch
 
+from msattn.kernels.common.block_bits import pack_blocks
 from msattn.kernels.operations import OPERATIONS
 from msattn.kernels.testing import random_block_mask, random_pages, random_qkv, starts
 from tests.house.modules import ROOT
@@ -115,6 +116,8 @@ def _with_block_map(
             -(-200 // size) for size in (block_size, *(key_block or (block_size,)))
         )
         blocks = torch.ones(1, 2, row_blocks, col_blocks, dtype=of_map)
+        if of_map == torch.bool and softcap is not None:
+            blocks = pack_blocks(blocks)
         options = (
             starts([8]) if block_size == 128 else None,
             block_size,

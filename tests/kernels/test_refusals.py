@@ -78,6 +78,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         *BLOCK_MAPS,
         ({"block_mask": zeros(1, 3, 2, 2, dtype=torch.bool)}, "heads must be 4 or 2 or 1"),
         ({"block_mask": zeros(1, 2, 2, 2)}, "block_mask is torch.float32"),
+        ({"block_mask": zeros(1, 2, 2, 2, dtype=INT)}, "column blocks must be 1"),
     ],
     "multiscale_attention": [
         *BLOCK_MAPS,

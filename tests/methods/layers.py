@@ -4,8 +4,10 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import testing
+from msattn.kernels.common.block_bits import unpack_blocks
 from msattn.trainer.config import BlockSizes
 from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks
+from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.tap import LayerInputs
 
 BLOCK = 16
@@ -48,3 +50,8 @@ def geometry(num_queries: int, num_keys: int, padding: list[int] | None) -> tupl
         layer_inputs(num_queries, num_keys, padding), BlockSizes(BLOCK, BLOCK), AlwaysRead(0, 0)
     )
     return found.visible, found.always
+
+
+def blocks_read(selection: Selection, x: LayerInputs) -> Tensor:
+    """Returns the block mask of a selection that may return its bits."""
+    return unpack_blocks(selection.blocks(x), -(-x.num_keys // selection.sizes.keys))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from msattn.kernels import testing
 from msattn.kernels.common import block_counts
+from msattn.kernels.common.block_bits import pack_blocks
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.config import POLICIES, SCORES, BlockSizes, SelectConfig
 from msattn.trainer.config.select import GATE_SCORES
@@ -312,6 +313,17 @@ def test_shares_count_eighths_of_blocks(shape, device):
             total = torch.tensor(2.0, dtype=torch.float64, device=device)
             add(total, selected.mT, visible, copies)
             assert total.item() == pytest.approx(2 + expected, rel=1e-15)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 3, 5), (2, 3, 70, 70), (1, 2, 300, 900)])
+def test_shares_count_bits(shape, device):
+    mask = (torch.rand(shape) < 0.4).to(device)
+    mask[..., 0, :] = True  # whole words, whose sign is set
+    visible = torch.tensor(shape[2] * shape[3], device=device)
+    for add in (block_counts.add_share_left_out, block_counts.launch):
+        total = torch.tensor(2.0, dtype=torch.float64, device=device)
+        add(total, pack_blocks(mask), visible, shape[0] * shape[1])
+        assert total.item() == pytest.approx(3 - mask.double().mean().item(), rel=1e-15)
 
 
 def test_sparsity_counts_visible_blocks_only():

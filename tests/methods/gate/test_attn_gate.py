@@ -33,7 +33,7 @@ from tests.methods.gate.random_gates import (
     rotated,
     topical_tokens,
 )
-from tests.methods.layers import geometry, layer_inputs
+from tests.methods.layers import blocks_read, geometry, layer_inputs
 from tests.sparse import save
 
 
@@ -287,7 +287,7 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
     )
     candidates = candidate_blocks(layer_inputs(40 * BLOCK), BlockSizes(BLOCK, BLOCK))
     for x in inputs_of_layers(model, ids):
-        mask = selection.blocks(x)
+        mask = blocks_read(selection, x)
         # A prompt of so few blocks reads up to 4 % more; between sparsities of the grid, a
         # threshold is interpolated.
         assert 1 - mask.sum() / (candidates.visible.sum() * 16) == pytest.approx(
@@ -316,7 +316,7 @@ def test_one_threshold_for_all_layers_realises_the_mean_sparsity_over_layers():
             SelectConfig(policy="calibrated", scores=scores, sparsity=0.7), gate
         )
         visible = geometry(40 * BLOCK, 40 * BLOCK, None)[0].sum() * 16
-        read = [selection.blocks(x).sum() / visible for x in inputs_of_layers(model, ids)]
+        read = [blocks_read(selection, x).sum() / visible for x in inputs_of_layers(model, ids)]
         assert sum(read) / 2 == pytest.approx(0.31, abs=0.02)
         assert read[1] > read[0] + 0.02
 

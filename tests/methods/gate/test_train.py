@@ -29,6 +29,7 @@ from msattn.trainer.training.checkpoints import newest_checkpoint
 from msattn.trainer.training.distributed import rank_shard
 from tests.factory import inputs_of_layers, random_tokens, tiny_architecture
 from tests.jobs import Job
+from tests.methods.layers import blocks_read
 from tests.running import metrics_lines
 from tests.training.small import small_run, write_words
 
@@ -136,7 +137,7 @@ def test_gates_for_blocks_of_fewer_keys_than_queries(root: Path) -> None:
     selection = Selection.from_config(SelectConfig("calibrated", scores="gate", sparsity=0.3), gate)
     model = models.load(cfg.model, device="cpu", dtype="auto", seed=cfg.seed).model
     for x in inputs_of_layers(model, random_tokens(1, 224)):
-        chosen = selection.blocks(x)
+        chosen = blocks_read(selection, x)
         assert chosen.shape == (1, 4, 7, 14)
         assert 0.5 < chosen.sum() / (4 * selection.candidates(x).visible.sum()) < 1
     metrics = artifacts.read(work_folder(cfg).parents[1] / "gate", "gate").manifest["metrics"]
