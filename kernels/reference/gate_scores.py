@@ -86,9 +86,10 @@ def gate_scores(
 
 
 def gate_blocks(
+    q: Tensor,
+    *tensors: Tensor | None,
     counts: Tensor,
     local: Tensor,
-    *,
     sink_blocks: int = 0,
     threshold: float = math.inf,
     exponent: float = 0.0,
@@ -97,9 +98,9 @@ def gate_blocks(
     **gate: Any,
 ) -> Tensor:
     """Reference of :func:`msattn.kernels.gate_blocks.gate_blocks`."""
-    scores = gate_scores(**gate)
+    scores = gate_scores(q, *tensors, **gate)  # type: ignore[arg-type]
     sizes = gate.get("block_size", 64), gate.get("key_block_size")
-    *_, visible = _blocks(gate["q"], gate["num_keys"], *sizes, gate.get("kv_start"))
+    *_, visible = _blocks(q, gate["num_keys"], *sizes, gate.get("kv_start"))
     visible = visible[:, None]
     cols = torch.arange(scores.shape[3], device=scores.device)
     always = visible & ((cols < sink_blocks) | (cols >= local))
