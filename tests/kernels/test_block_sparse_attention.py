@@ -123,14 +123,14 @@ def test_lists_in_parts(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
 def test_bits_are_a_mask(heads: int, block: int, keys: int, backend: Backend, device: str) -> None:
     """Results and gradients are the same, bit by bit."""
     case = Case(2, 4, 2, 150, 600, 16, torch.float32, True, (0, 500), block, keys)
-    inputs = [x.requires_grad_() for x in case.qkv(device)]
+    q, k, v = (x.requires_grad_() for x in case.qkv(device))
     mask = random_mask(1, heads, case.blocks, device=device)
     assert mask.shape[3] > 32  # several words
     found = []
     for each in (mask, pack_blocks(mask)):
-        out, lse = block_sparse_attention(*inputs, each, **case.options(device), backend=backend)
+        out, lse = block_sparse_attention(q, k, v, each, **case.options(device), backend=backend)
         loss = out.square().sum() + lse.masked_fill(lse == -torch.inf, 0).sum()
-        found.append((out, lse, *torch.autograd.grad(loss, inputs)))
+        found.append((out, lse, *torch.autograd.grad(loss, (q, k, v))))
     shared.assert_same(*found)
 
 

@@ -13,8 +13,8 @@ from msattn.kernels.common.block_bits import pack_blocks, unpack_blocks
 from msattn.kernels.gate_blocks import gate_blocks
 from msattn.kernels.gate_scores import gate_scores
 from msattn.kernels.types import Backend
+from tests.kernels.gates import CASES, doubled, pooled, random_arguments
 from tests.kernels.shared import BACKENDS, assert_cuda_graph
-from tests.kernels.test_gate_scores import CASES, doubled, pooled, random_arguments
 
 SINK = 1
 # a share of the rows keeps its best blocks, and the threshold adds others

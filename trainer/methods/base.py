@@ -138,5 +138,5 @@ class GateScorer(Scorer, Protocol):
         x: "LayerInputs",
         candidates: "RowCandidates",
         counts: "Tensor",
-        limit: Mapping[str, float],
+        limit: Mapping[str, Any],
     ) -> "Tensor": ...

@@ -228,9 +228,8 @@ def _candidate_blocks(
         is_short = ends <= always.short_rows * sizes.ratio
         is_short &= SHORT_PART * ends <= ends.amax(1, keepdim=True)
         local = local.masked_fill(is_short, 0)
-    per_row = (x.int()[:, None, :, None] for x in (ends, local))
-    cols = -(-num_keys // sizes.keys)
-    return RowCandidates(*per_row, always.sink_blocks * sizes.ratio, cols)
+    ends, local = (x.int()[:, None, :, None] for x in (ends, local))
+    return RowCandidates(ends, local, always.sink_blocks * sizes.ratio, -(-num_keys // sizes.keys))
 
 
 _cached_blocks = lru_cache(maxsize=4)(_candidate_blocks)

@@ -44,7 +44,7 @@ class Best:
     :func:`~msattn.kernels.gate_blocks.gate_blocks` follows this rule, and the scores are not held.
     """
 
-    def rule(self, candidates: "Candidates") -> tuple["Tensor", dict[str, float]]:
+    def rule(self, candidates: "Candidates") -> tuple["Tensor", dict[str, Any]]:
         raise NotImplementedError
 
     def __call__(self, scores: "Tensor", candidates: "Candidates") -> "Tensor":
@@ -65,7 +65,7 @@ class TopK(Best, _Policy):
     name = "topk"
     sparsity: float
 
-    def rule(self, candidates: "Candidates") -> tuple["Tensor", dict[str, float]]:
+    def rule(self, candidates: "Candidates") -> tuple["Tensor", dict[str, Any]]:
         return candidates.share(1 - self.sparsity), {}
 
 
@@ -87,7 +87,7 @@ class Calibrated(Best):
     edge_exponent: float
     above: float
 
-    def rule(self, candidates: "Candidates") -> tuple["Tensor", dict[str, float]]:
+    def rule(self, candidates: "Candidates") -> tuple["Tensor", dict[str, Any]]:
         return candidates.share(self.floor), {
             "threshold": self.scale,
             "exponent": self.exponent,
@@ -103,7 +103,7 @@ class Threshold(Best, _Policy):
     name = "threshold"
     threshold: float
 
-    def rule(self, candidates: "Candidates") -> tuple["Tensor", dict[str, float]]:
+    def rule(self, candidates: "Candidates") -> tuple["Tensor", dict[str, Any]]:
         return candidates.share(0.0), {"threshold": self.threshold}
 
 
@@ -132,7 +132,7 @@ class TokenBudget(Best, _Policy):
     tokens: int
     block_size: int = 64
 
-    def rule(self, candidates: "Candidates") -> tuple["Tensor", dict[str, float]]:
+    def rule(self, candidates: "Candidates") -> tuple["Tensor", dict[str, Any]]:
         return candidates.number(max(1, self.tokens // self.block_size)), {}
 
 

@@ -12,7 +12,7 @@ Gates are trained without them, because gates that had them as inputs selected w
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast, final
 
 import torch
 from annotated_types import Interval
@@ -331,7 +331,7 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
         x: LayerInputs,
         candidates: RowCandidates,
         counts: Tensor,
-        limit: Mapping[str, float],
+        limit: Mapping[str, Any],
         **given: Any,
     ) -> Tensor:
         """Selects blocks by :meth:`scores`, see :class:`~msattn.trainer.methods.base.GateScorer`;
@@ -409,20 +409,24 @@ class GateScores:
     def sizes(self) -> BlockSizes:
         return self.gate.cfg.sizes
 
+    @final
     def __call__(self, x: LayerInputs) -> Tensor:
-        return self.gate.scores(x, **self._given(x))
+        return self.gate.scores(x, **self.given(x))
 
+    @final
     def select(
         self,
         x: LayerInputs,
         candidates: RowCandidates,
         counts: Tensor,
-        limit: Mapping[str, float],
+        limit: Mapping[str, Any],
     ) -> Tensor:
-        return self.gate.select(x, candidates, counts, limit, **self._given(x))
+        return self.gate.select(x, candidates, counts, limit, **self.given(x))
 
-    def _given(self, x: LayerInputs) -> dict[str, Any]:
-        """Returns what the scores of a pass take into account besides pooled queries."""
+    def given(self, x: LayerInputs) -> dict[str, Any]:
+        """Returns what the scores of a pass take into account besides pooled queries, arguments of
+        :meth:`Gate.scores`. Scores of another kind override this, for :meth:`select` too.
+        """
         return {"last_queries": self.last_block == "queries" and x.ends_prompt}
 
 

@@ -46,7 +46,10 @@ class QuestionScores(GateScores):
     last_chunk_needs_keys: ClassVar = True
 
     @torch.no_grad()
-    def _given(self, x: LayerInputs) -> dict[str, Any]:
+    def given(self, x: LayerInputs) -> dict[str, Any]:
+        """Returns the attention of the last queries: least scores of columns, and of the last
+        rows.
+        """
         if not x.ends_prompt:
             return {}
         masses = last_masses(x, LAST_QUERIES, self.sizes.keys)
