@@ -74,7 +74,7 @@ def draw(length: int, size: int, keys: int) -> Problem:
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     q = torch.randn(1, HEADS, length, size, **options)
     k, v = torch.randn(2, 1, KV_HEADS, length, size, **options)
-    sharpness = torch.linspace(0.5, 2, HEADS, device="cuda")[torch.randperm(HEADS)][:, None, None]
+    sharpness = torch.linspace(0.5, 4, HEADS, device="cuda")[torch.randperm(HEADS)][:, None, None]
     weights = [
         torch.randn(HEADS, size, pools * size, device="cuda") * (BLOCK**0.5 / (pools * size)) ** 0.5
         for pools in (1, 2)

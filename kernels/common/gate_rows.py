@@ -189,12 +189,13 @@ def _fill(
     logits = queries.factors.new_empty(
         max(batch * heads * (stop - first) * width for first, stop, width in slabs)
     )
-    choice_args = (None, None, 0, 0, 0, 0.0, 0.0, 0.0, 0.0)
-    if choice is not None:
-        per_row = ((x.stride(0) if len(x) > 1 else 0) for x in (choice.counts, choice.local))
-        choice_args = (choice.counts, choice.local, *per_row, *choice[2:])
     last_rows = 0 if gate.last_rows is None else gate.last_rows.shape[2]
-    stride_whole = gate.whole.stride(0) if gate.whole is not None and len(gate.whole) > 1 else 0
+    whole, stride_whole = _shared(gate.whole)
+    if choice is None:
+        choice_args = (None, None, 0, 0, 0, 0.0, 0.0, 0.0, 0.0)
+    else:
+        (counts, stride_counts), (local, stride_local) = map(_shared, choice[:2])
+        choice_args = (counts, local, stride_counts, stride_local, *choice[2:])
     for first, stop, width in slabs:
         count = stop - first
         place = (first, count, width, rows if single else 0, *lengths)
@@ -208,10 +209,20 @@ def _fill(
         )  # fmt: skip
         padded = max(WORD, triton.next_power_of_2(min(width, cols)))
         _rows_kernel[(count, heads, batch)](
-            logits, out, gate.columns, gate.last_rows, gate.whole, gate.kv_start, *choice_args,
+            logits, out, gate.columns, gate.last_rows, whole, gate.kv_start, *choice_args,
             *place, rows, cols, out.shape[3], last_rows, stride_whole,
             COLS=padded, **sizes, **row_options(padded),
         )  # fmt: skip
+
+
+def _shared(x: Tensor | None) -> tuple[Tensor | None, int]:
+    """Returns numbers or flags of rows, contiguous, and the stride of sequences, 0 if they share
+    them.
+    """
+    if x is None:
+        return None, 0
+    x = x.contiguous()
+    return x.view(torch.uint8) if x.dtype == torch.bool else x, x.stride(0) if len(x) > 1 else 0
 
 
 def _slabs(

@@ -29,7 +29,7 @@ CASES = {
         ["avg"],
         ["max", "min"],
     ),
-    "fewer keys, padding": (2, 1, 2, 70, 150, 16, 8, 32, 16, [0, 33], ["avg"], ["max", "min"]),
+    "fewer keys, padding": (4, 1, 4, 70, 150, 16, 8, 32, 16, [0, 33], ["avg"], ["max", "min"]),
     "three queries a key": (6, 2, 6, 140, 170, 8, 8, 64, 32, [0, 20], ["avg"], ["max", "min"]),
     "seven queries a key": (7, 1, 7, 130, 130, 16, 16, 64, 64, None, ["avg"], ["avg"]),
     "several tiles": (1, 1, 1, 2100, 2100, 8, 8, 16, 16, [0, 1000], ["avg"], ["avg"]),
