@@ -104,6 +104,10 @@ BY_KMEANS = [*NEW, "qmodel.long_range=8", "artifacts.kmeans=outputs/tiny/base/km
         ),
         (["eval", *SMALL_EVAL, "eval.recall.probes=[64]"], "probes=64: classifier has 4 buckets"),
         (
+            ["eval", *SMALL_EVAL, "eval.tasks=[perplexity]", "select.block_size=32"],
+            "select.block_size=32: the gate's blocks have 64",
+        ),
+        (
             ["eval", *SMALL_EVAL, "artifacts.gate=outputs/tiny/base/kmeans"],
             "kind=kmeans: expected gate",
         ),
