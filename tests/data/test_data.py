@@ -342,6 +342,17 @@ def test_no_flipped_bit_of_parquet_with_checksums_changes_its_texts(
             assert [document.text for document in all_of(path)] == TEXTS[:3], place
 
 
+@pytest.mark.parametrize("pattern", ["", "*.txt", "**/*"])
+def test_a_link_to_no_file_is_refused(tmp_path: Path, pattern: str) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "nowhere")
+    cfg = text_config(tmp_path / pattern)
+    with pytest.raises(
+        UserError, match=r"^data\.path=\S+b\.txt: a link to a file that does not exist$"
+    ):
+        list(documents(cfg, heldout=False))
+
+
 def test_errors_in_held_out_data_name_the_held_out_path(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
