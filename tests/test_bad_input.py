@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from msattn.trainer import progress
 from msattn.trainer.storage.hashes import folder_hashes
 from tests.adversary.commands import COMMANDS
 from tests.running import SMALL, SMALL_EVAL, exit_code, succeed, write_texts
@@ -40,10 +41,14 @@ def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 @pytest.fixture
-def rejected(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def rejected(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
     """Runs a command that must exit with code 2 and leave artifacts and texts unchanged; returns
     its message.
     """
+    # A busy machine may take longer; a line of progress is no second message.
+    monkeypatch.setattr(progress, "INTERVAL", 600.0)
 
     def check(*arguments: str) -> str:
         before = kept(here)
