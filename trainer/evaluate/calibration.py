@@ -37,6 +37,7 @@ from msattn.trainer.methods.untrained.scores.a_shape import AShape, measure_span
 from msattn.trainer.models.families import check_length
 from msattn.trainer.models.loading import Described, Loaded
 from msattn.trainer.models.tap import LayerInputs, visit_layers
+from msattn.trainer.progress import Progress
 from msattn.trainer.storage.hashes import file_hash
 
 # queries in the last eighth of a chunk: tokens are decoded at the end of a context
@@ -297,7 +298,9 @@ def measure_curves(
             if x.layer in routing.router.layers and x.layer not in routing.dense_layers:
                 curves.append(share_curve(x, routing))
 
-    visit_layers(loaded.model, measure, chunks)
+    what = "measuring the keys that numbers of probes read, chunks"
+    with Progress() as progress:
+        visit_layers(loaded.model, measure, progress.track(chunks, description=what))
     every_layer_dense = torch.ones(1, dtype=torch.float64)
     return [torch.stack(curves).mean(0).cpu() if curves else every_layer_dense for curves in found]
 
