@@ -40,6 +40,7 @@ from msattn.trainer.models.tap import LayerInputs, visit_layers
 from msattn.trainer.progress import Progress
 from msattn.trainer.storage.hashes import file_hash
 
+SCORING = 0.5  # dense passes that take as long as the scores of a method on a chunk, on a CPU
 # queries in the last eighth of a chunk: tokens are decoded at the end of a context
 SHARE_CHUNKS, SHARE_QUERIES = 2, 32
 # Relative difference from a share up to which a number of probes stands for it. At a quarter,
@@ -112,6 +113,16 @@ def is_needed(methods: Compared, cfg: EvalRunConfig) -> bool:
         each.scorer is None and _lacks(each) for each in methods.block_selections
     )
     return blocks or bool(cfg.all_keys and unknown) or bool(cfg.eval.key_shares and routings)
+
+
+def dense_passes(methods: Compared, cfg: EvalRunConfig) -> float:
+    """Returns the number of dense passes over a chunk that take about as long as the calibration,
+    if none is kept.
+    """
+    needy = sum(each.scorer is None and _lacks(each) for each in methods.block_selections)
+    blocks = CALIBRATION_CHUNKS * (1 + SCORING * needy) if needy and reads(cfg, "blocks") else 0
+    routed = is_needed(replace(methods, block_selections=[]), cfg)
+    return blocks + (KEY_CALIBRATION_CHUNKS if routed else 0)
 
 
 def calibration_chunks(
