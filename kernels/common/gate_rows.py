@@ -123,8 +123,7 @@ def launch(gate: Gate, choice: Choice | None = None) -> Tensor:
     queries, keys = _project(gate)
     if gate.single:
         alone = queries.factors.new_zeros((batch, heads, gate.single, cols))
-        last = gate._replace(columns=None, last_rows=None, whole=None)
-        _fill(alone, last, queries, keys, None, single=True)
+        _fill(alone, gate, queries, keys, None, single=True)
         gate = gate._replace(last_rows=alone.amax(2, keepdim=True))  # NaN where one is
     # what a slab does not reach is not visible
     if choice is None:
