@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from msattn.kernels.bucket_decode import bucket_decode
     from msattn.kernels.bucket_mass import bucket_mass
     from msattn.kernels.common.bucket_index import build_bucket_index
-    from msattn.kernels.conv_attention import conv_attention
-    from msattn.kernels.conv_decode import conv_decode
     from msattn.kernels.flash_decode import flash_decode
     from msattn.kernels.gate_scores import gate_scores
-    from msattn.kernels.head_mix_attention import head_mix_attention
     from msattn.kernels.maxpool_attention import maxpool_attention
     from msattn.kernels.merge_states import merge_states
+    from msattn.kernels.multi_token.conv_attention import conv_attention
+    from msattn.kernels.multi_token.conv_decode import conv_decode
+    from msattn.kernels.multi_token.head_mix_attention import head_mix_attention
     from msattn.kernels.multiscale_attention import multiscale_attention
     from msattn.kernels.nearest_centroid import nearest_centroid
     from msattn.kernels.paged import (

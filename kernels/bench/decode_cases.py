@@ -269,7 +269,7 @@ def _routed(shape: Shape, problem: _BucketProblem) -> BenchCase:
 
 def conv_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields a case per convolution kernel size: one new query and the ones before it."""
-    from msattn.kernels import conv_decode as op
+    from msattn.kernels.multi_token import conv_decode as op
 
     forms, dense = forms_of(op, "conv_decode"), _work(shape, 1, shape.length)
     scores = shape.batch * shape.q_heads * shape.length

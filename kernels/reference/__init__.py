@@ -1,4 +1,5 @@
-"""Reference implementation of every operation in plain PyTorch.
+"""Reference implementation of every operation in plain PyTorch; those of multi-token attention are
+in ``msattn.kernels.multi_token.reference``.
 
 References are written to be read. They process inputs in chunks to bound memory, and are the
 ``"torch"`` backend, the default for CPU tensors. The operations have checked their arguments;
@@ -16,22 +17,9 @@ from msattn.kernels.reference.block_sparse_attention import (
 )
 from msattn.kernels.reference.bucket_decode import bucket_decode as bucket_decode
 from msattn.kernels.reference.bucket_mass import bucket_mass as bucket_mass
-from msattn.kernels.reference.conv_attention import conv_attention as conv_attention
-from msattn.kernels.reference.conv_attention import (
-    conv_attention_backward as conv_attention_backward,
-)
-from msattn.kernels.reference.conv_attention import conv_attention_forward as conv_attention_forward
-from msattn.kernels.reference.conv_decode import conv_decode as conv_decode
 from msattn.kernels.reference.flash_decode import flash_decode as flash_decode
 from msattn.kernels.reference.flash_decode import merge_states as merge_states
 from msattn.kernels.reference.gate_scores import gate_scores as gate_scores
-from msattn.kernels.reference.head_mix_attention import head_mix_attention as head_mix_attention
-from msattn.kernels.reference.head_mix_attention import (
-    head_mix_attention_backward as head_mix_attention_backward,
-)
-from msattn.kernels.reference.head_mix_attention import (
-    head_mix_attention_forward as head_mix_attention_forward,
-)
 from msattn.kernels.reference.maxpool_attention import maxpool_attention as maxpool_attention
 from msattn.kernels.reference.multiscale_attention import (
     multiscale_attention as multiscale_attention,
