@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from msattn.kernels.probe_buckets import probe_buckets
     from msattn.kernels.types import BucketIndex, PagedKeys, ScoreMod
     from msattn.trainer.config import SelectConfig
+    from msattn.trainer.config.policies import TopK
     from msattn.trainer.errors import ModelWarning, UserError
     from msattn.trainer.methods.blocks import aligned_blocks, normalize_rows
-    from msattn.trainer.methods.policies import TopK
     from msattn.trainer.methods.selection import Selection
     from msattn.trainer.methods.thresholds import calibrate_blocks
     from msattn.trainer.methods.untrained.base import UntrainedScorer
@@ -69,7 +69,7 @@ _OTHERS = {
     "msattn.trainer.config": ("SelectConfig",),
     "msattn.trainer.errors": ("ModelWarning", "UserError"),
     "msattn.trainer.methods.blocks": ("aligned_blocks", "normalize_rows"),
-    "msattn.trainer.methods.policies": ("TopK",),
+    "msattn.trainer.config.policies": ("TopK",),
     "msattn.trainer.methods.selection": ("Selection",),
     "msattn.trainer.methods.thresholds": ("calibrate_blocks",),
     "msattn.trainer.methods.untrained.base": ("UntrainedScorer",),

@@ -16,7 +16,6 @@ from msattn.trainer.commands.jobs import COMMANDS
 from msattn.trainer.config import BASELINES, POLICIES, SelectConfig, leaves
 from msattn.trainer.config.schema import choices_of
 from msattn.trainer.config.select import UNTRAINED
-from msattn.trainer.methods import policies
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -131,7 +130,7 @@ def first_sentence(group: str, option: str) -> str:
     """
     path = CONF / group / f"{option}.yaml"
     if group == "select" and option in POLICIES:
-        return _first_paragraph(str(policies.BY_NAME[option].__doc__)).replace("``", "")
+        return _first_paragraph(str(POLICIES[option].__doc__)).replace("``", "")
     if group == "select" and option in BASELINES:
         source = ast.parse(get_data(UNTRAINED, f"scores/{option}.py") or b"")
         return f"Untrained: {_first_paragraph(ast.get_docstring(source) or '')}"

@@ -11,14 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from msattn.trainer import artifacts, models
-from msattn.trainer.config import POLICIES, EvalRunConfig, SelectConfig
+from msattn.trainer.config import EvalRunConfig, SelectConfig
+from msattn.trainer.config.policies import Multiscale, own_keys
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.row import WINDOW, Setting
 from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import CALIBRATED, DENSE, INDEPENDENT, ROPE, TOP_K, Method, Scorer
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.policies import Multiscale
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import BlockThresholds
 from msattn.trainer.methods.untrained import untrained_router, untrained_scorer
@@ -76,7 +76,7 @@ class ComparedSelection:
                 (Setting(f"shares {shares}"), self.select),
                 (Setting("sparsity", round(1 - cost, 4)), topk_of_equal_cost),
             ]
-        (key,) = POLICIES[self.select.policy]
+        (key,) = own_keys(self.select.policy)
         return [(Setting(self.select.policy, getattr(self.select, key)), self.select)]
 
     def cases(self, model: PreTrainedModel, sparsities: list[float]) -> list[MethodSetting]:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from msattn.kernels.common.paged_checks import MAX_BUCKETS
+from msattn.trainer.config.policies import Multiscale
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import ModelWarning, UserError
-from msattn.trainer.methods.policies import Multiscale
 from msattn.trainer.models.families import (
     attention_layers,
     check_length,
