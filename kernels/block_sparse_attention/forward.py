@@ -183,6 +183,8 @@ _operator, _backward_operator = register_attention(
     backward.launch,
     reference.block_sparse_attention,
     reference.block_sparse_attention_backward,
+    differentiable=("q", "k", "v"),
+    saved=("q", "k", "v", "block_mask", "kv_start", "out", "lse"),
 )
 
 

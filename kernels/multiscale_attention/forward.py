@@ -190,6 +190,8 @@ _operator, _backward_operator = register_attention(
     backward.launch,
     reference.multiscale_attention,
     reference.multiscale_attention_backward,
+    differentiable=("q", "k", "v"),
+    saved=("q", "k", "v", "zoom", "kv_start", "out", "lse"),
 )
 
 

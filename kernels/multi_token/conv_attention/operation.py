@@ -203,4 +203,6 @@ _operator, _backward_operator = register_attention(
     launch_backward,
     reference.conv_attention_forward,
     reference.conv_attention_backward,
+    differentiable=("q", "k", "v", "weight"),
+    saved=("q", "k", "v", "weight", "kv_start", "out", "lse"),
 )

@@ -170,4 +170,6 @@ _operator, _backward_operator = register_attention(
     launch_backward,
     reference.head_mix_attention_forward,
     reference.head_mix_attention_backward,
+    differentiable=("q", "k", "v", "weight"),
+    saved=("q", "k", "v", "weight", "kv_start", "out", "lse"),
 )
