@@ -22,6 +22,8 @@ Public API, loaded on first use so that ``import msattn`` is fast and does not i
   ``msattn.BucketIndex`` (of ``msattn.build_bucket_index``) or ``msattn.ScoreMod``.
 """
 
+# ruff: noqa: F401 (names for type checkers)
+
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -79,19 +81,7 @@ _OTHERS = {
 }
 _MODULES = {name: operation.module for name, operation in OPERATIONS.items()}
 _MODULES |= {name: module for module, names in _OTHERS.items() for name in names}
-__all__ = [
-    "EMBEDDED", "BucketIndex", "ModelWarning", "PagedKeys", "ScoreMod", "SelectConfig", "Selection",
-    "TopK",
-    "UntrainedScorer", "UserError", "__version__", "aligned_blocks", "attach", "best_blocks",
-    "block_sparse_attention",
-    "bucket_decode", "bucket_mass", "build_bucket_index", "calibrate_blocks", "conv_attention",
-    "conv_decode", "disable",
-    "enable", "enabled", "flash_decode", "gate_scores", "head_mix_attention", "load",
-    "maxpool_attention", "merge_states",
-    "multiscale_attention", "nearest_centroid", "normalize_rows", "paged_block_sparse_attention",
-    "paged_bucket_decode",
-    "paged_bucket_sizes", "paged_flash_decode", "pool_blocks", "probe_buckets", "register",
-]  # fmt: skip
+__all__ = sorted(["__version__", *_MODULES])
 
 
 def __getattr__(name: str) -> object:

@@ -1,8 +1,8 @@
 """Registry of operations.
 
-The public API, bench, configuration, tests and documentation checks read it. Its ``module`` exports
-the function ``<name>``, and ``references`` the same in plain PyTorch. This module imports nothing
-of msattn, so that the command line can list operations at once.
+The public API, bench, configuration, tests and documentation checks read it. An operation's
+``module`` exports the function ``<name>``, and its ``reference`` the same in plain PyTorch. This
+module imports nothing of msattn, so that the command line can list operations at once.
 """
 
 from functools import partial
@@ -18,7 +18,6 @@ class Operation(NamedTuple):
     differentiable: bool = False
     softcap: bool = False
     folder: str | None = None  # room of several operations, whose modules leave its name out
-    references: str = "msattn.kernels.reference"
 
     @property
     def module(self) -> str:
@@ -27,12 +26,16 @@ class Operation(NamedTuple):
             return f"msattn.kernels.{self.name}"
         return f"msattn.kernels.{self.folder}.{self.name.removeprefix(f'{self.folder}_')}"
 
+    @property
+    def reference(self) -> str:
+        """Dotted name of the module with the same function in plain PyTorch."""
+        if self.folder == "paged":
+            return "msattn.kernels.reference.paged"
+        room, _, module = self.module.rpartition(".")
+        return f"{room}.reference.{module}"
 
-_multi_token = partial(
-    Operation, folder="multi_token", references="msattn.kernels.multi_token.reference"
-)
 
-
+_multi_token = partial(Operation, folder="multi_token")
 _ALL = (
     Operation("maxpool_attention", softcap=True),
     Operation("block_sparse_attention", differentiable=True, softcap=True),

@@ -101,7 +101,7 @@ def forms_of(module: ModuleType, name: str, **options: Any) -> Forms:
     """Returns the forms of the operation ``name`` of a module, all with the same options; a
     reference may be the eager form.
     """
-    exact = getattr(import_module(OPERATIONS[name].references), name)
+    exact = getattr(import_module(OPERATIONS[name].reference), name)
     return Forms(
         *(
             partial(form, **options)

@@ -14,10 +14,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
 from msattn.kernels.bench.cases import BenchCase, Forms, Function, Layer, Options, Peer, forms_of
 from msattn.kernels.bench.rows import BLOCK, SMALL, Shape, Work
+from msattn.kernels.reference import block_sparse_attention as reference
 from msattn.kernels.testing import random_block_mask, random_pages
 from msattn.kernels.types import PagedKeys
 

@@ -53,8 +53,8 @@ from msattn.kernels.common.primitives import (
 )
 from msattn.kernels.common.registration import register_op
 from msattn.kernels.common.splits import choose_splits, merge_splits
-from msattn.kernels.multi_token import reference
 from msattn.kernels.multi_token.checks import check_convolution, key_taps_before
+from msattn.kernels.multi_token.reference import conv_decode as reference
 from msattn.kernels.types import Backend, ConvMask
 
 STREAMS = 32  # 4 warps of 8 rows: one thread then holds the taps of a stream and head

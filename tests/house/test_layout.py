@@ -131,44 +131,20 @@ def public(operation: str) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_operation_uses_its_own_reference_alone(operation: str) -> None:
-    """The reference's public form: ``reference.<operation>``, with a suffix for passes and
-    parts.
-    """
-    parts = {"best_blocks": {"block_softmax"}, "nearest_centroid": {"bucket_sums"}}.get(
-        operation, set()
-    )
     own = OPERATIONS[operation].module.removeprefix("msattn.")
-    files = {
-        name: path for name, path in MODULES.items() if name == own or name.startswith(f"{own}.")
-    }
+    files = [path for name, path in MODULES.items() if name == own or name.startswith(f"{own}.")]
     assert files
-    for name, path in files.items():
-        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        attributes = [
-            node
-            for node in nodes
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-        ]
-        used = {
-            node.attr
-            for node in attributes
-            if isinstance(node.value, ast.Name) and node.value.id == "reference"
-        }
-        assert all(each.startswith(operation) or each in parts for each in used), (
-            f"{name} uses reference.{sorted(used)}"
-        )
-        assert not any(
-            each.startswith("msattn.kernels.reference.")
-            for each in imports(path)
-            if each not in MODULES
-        )
+    used = {name for path in files for name in ours(path) if "reference" in name.split(".")}
+    assert {name for name in used if MODULES[name].stem != "__init__"} == {
+        OPERATIONS[operation].reference.removeprefix("msattn.")
+    }
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_operation_has_kernel_reference_and_tests(operation: str) -> None:
     import msattn
 
-    reference = importlib.import_module(OPERATIONS[operation].references)
+    reference = importlib.import_module(OPERATIONS[operation].reference)
     assert getattr(msattn, operation) is public(operation)
     assert callable(getattr(reference, operation))
     *folders, name = OPERATIONS[operation].module.split(".")[1:]

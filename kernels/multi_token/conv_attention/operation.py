@@ -40,7 +40,6 @@ from msattn.kernels.common.checks import (
     resolve_scale,
 )
 from msattn.kernels.common.registration import register_attention
-from msattn.kernels.multi_token import reference
 from msattn.kernels.multi_token.checks import check_convolution
 from msattn.kernels.multi_token.conv_attention.backward import conv_attention_backward
 from msattn.kernels.multi_token.conv_attention.band import (
@@ -56,6 +55,7 @@ from msattn.kernels.multi_token.conv_attention.forward import (
     conv_attention_forward,
     kv_slices,
 )
+from msattn.kernels.multi_token.reference import conv_attention as reference
 from msattn.kernels.multi_token.score_products import zero_padding
 from msattn.kernels.types import Backend, ConvMask
 

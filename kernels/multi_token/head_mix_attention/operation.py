@@ -24,7 +24,6 @@ from msattn.kernels.common.checks import (
     resolve_scale,
 )
 from msattn.kernels.common.registration import register_attention
-from msattn.kernels.multi_token import reference
 from msattn.kernels.multi_token.checks import check_head_weight
 from msattn.kernels.multi_token.head_mix_attention.materialized import (
     materialized_attention,
@@ -37,6 +36,7 @@ from msattn.kernels.multi_token.head_mix_attention.scores import (
     score_dtype,
     write_scores,
 )
+from msattn.kernels.multi_token.reference import head_mix_attention as reference
 from msattn.kernels.multi_token.score_products import (
     matmul_accumulate,
     matmul_accumulate_transposed,
