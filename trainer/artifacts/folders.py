@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 from msattn.trainer.artifacts.hub import download
-from msattn.trainer.artifacts.manifest import KINDS, MANIFEST
+from msattn.trainer.artifacts.kinds import KINDS
+from msattn.trainer.artifacts.manifest import MANIFEST
 from msattn.trainer.config import RunConfig
 from msattn.trainer.config.values import UNPRINTABLE, require, shown
 from msattn.trainer.errors import UserError

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.artifacts.card import PLACEHOLDER, artifact_card, evaluation_section, run_card
-from msattn.trainer.artifacts.manifest import CARD, CONFIG, KINDS, MANIFEST, WEIGHTS
+from msattn.trainer.artifacts.kinds import KINDS
+from msattn.trainer.artifacts.manifest import CARD, CONFIG, MANIFEST, WEIGHTS
 from msattn.trainer.artifacts.model_config import KEY, OWN, as_file, settings_of, with_settings
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line, only_errors

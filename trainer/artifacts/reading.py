@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.artifacts.folders import find
+from msattn.trainer.artifacts.kinds import KINDS
 from msattn.trainer.artifacts.manifest import (
     CONFIG,
-    KINDS,
     MANIFEST,
     WEIGHTS,
     Artifact,
