@@ -126,9 +126,9 @@ def attach(
 
     With a selection, passes over several tokens after cached ones (chunked prefill, the next turn
     of a chat) are sparse. A cache that was filled outside the context can be used: keys before RoPE
-    are recovered by inverting the rotation. Dynamic RoPE cannot be inverted, so such passes are
-    dense and count as ``dense_fallbacks``. Passes that are dense because this is faster count as
-    ``dense_by_choice``.
+    are recovered by inverting the rotation. Dynamic RoPE cannot be inverted, so passes after such a
+    cache are dense and count as ``dense_fallbacks``. Passes that are dense because this is faster
+    count as ``dense_by_choice``.
 
     Without an attention mask, ``generate`` treats pad tokens before a text as padding and pad
     tokens inside the text as tokens; transformers alone would mask both. Right padding is refused.
