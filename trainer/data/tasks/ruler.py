@@ -183,11 +183,11 @@ def needles(
         "uuids": lambda: identifier(rng),
     }
     names = distinct(draw[key_kind], max(keys, queries))
-    held = {name: distinct(draw[value_kind], values) for name in names}
+    values_of = {name: distinct(draw[value_kind], values) for name in names}
     hidden = [
         NEEDLE.format(kind=value_kind, key=name, value=value)
         for name in names
-        for value in held[name]
+        for value in values_of[name]
     ]
     hidden = [hidden[i] for i in rng.permutation(len(hidden))]
     if around == "essay":
@@ -213,7 +213,7 @@ def needles(
         f"mentioned in the provided text?"
     )
     begun = f" The special magic {kind} for {query} mentioned in the provided text {quiz}"
-    return Sample(prompt, begun, [value for name in asked for value in held[name]])
+    return Sample(prompt, begun, [value for name in asked for value in values_of[name]])
 
 
 def variable_tracking(rng: Rng, haystack: Haystack, length: int, size: int) -> Sample:

@@ -29,7 +29,7 @@ class Sequences:
     table: Tensor  # int32 [B, pages]
     kv_len: Tensor  # int32 [B]
     longest: int | None  # number of keys; None where it is only on the device
-    # number of last keys that each sequence reads; the first routed layer computes it for all layers
+    # number of last keys that each sequence reads; the first routed layer computes it for all
     window: int | Tensor | None = None
     # int32 [B], number of keys that the cached bucket sizes count; None: sizes are not cached
     counted_len: Tensor | None = None
