@@ -105,9 +105,8 @@ class SelectConfig(PolicyKeys, SharedKeys):
         """True if the scores need a gate."""
         return self.scores in GATE_SCORES
 
-    @property
-    def rule(self) -> Any:
-        """The policy, with its keys."""
+    def make_policy(self) -> Any:
+        """Returns the policy, with the values of its keys."""
         keys = own_keys(self.policy)
         return POLICIES[self.policy](**{name: getattr(self, name) for name in keys})
 

@@ -188,7 +188,7 @@ def _check_always(asked: AlwaysRead, recorded: AlwaysRead) -> None:
 
 
 def _policy(cfg: SelectConfig, sizes: BlockSizes) -> Policy:
-    policy = cfg.rule
+    policy = cfg.make_policy()
     return replace(policy, block_size=sizes.keys) if isinstance(policy, TokenBudget) else policy
 
 
