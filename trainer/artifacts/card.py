@@ -117,8 +117,8 @@ def front_matter(card: str, where: str) -> dict[str, Any]:
     """Returns the YAML at the beginning of a card, {} without; raises UserError if it is not
     valid.
     """
-    found = FRONT_MATTER.match(card)
-    return parse_yaml(found[1], f"{where}: front matter") if found else {}
+    match = FRONT_MATTER.match(card)
+    return parse_yaml(match[1], f"{where}: front matter") if match else {}
 
 
 def evaluation_section(folder: Path, hashes: Mapping[str, str]) -> str:

@@ -91,13 +91,13 @@ def push(
     files = _files(repository, artifacts)
     with activity(f"pushing to {repository}"), _refusals(repository, str(api.token)), _quiet():
         api.create_repo(repository, private=private or None, exist_ok=True)
-        found = api.model_info(repository)
-        if private and not found.private:
+        info = api.model_info(repository)
+        if private and not info.private:
             raise UserError(
                 f"push {repository}: the repository exists and is public; push without --private, "
                 f"or elsewhere"
             )
-        present, ours = {sibling.rfilename for sibling in found.siblings or []}, {*PATHS}
+        present, ours = {sibling.rfilename for sibling in info.siblings or []}, {*PATHS}
         if MODEL_CONFIG in present:
             artifacts, ours = (
                 {artifact.kind: artifact for artifact in artifacts.values()},
@@ -193,14 +193,14 @@ def _checked_token(token: str | None) -> str:
     """
     from huggingface_hub import get_token
 
-    found = get_token() if token is None else token
-    if not found:
+    given = get_token() if token is None else token
+    if not given:
         raise UserError(
             "push: there is no token for the Hugging Face Hub; run `hf auth login` or set HF_TOKEN"
         )
-    if not isinstance(found, str) or not re.fullmatch(r"[!-~]+", found):
+    if not isinstance(given, str) or not re.fullmatch(r"[!-~]+", given):
         raise UserError("push: the token for the Hugging Face Hub has invalid characters")
-    return found
+    return given
 
 
 @contextmanager

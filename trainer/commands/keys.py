@@ -117,11 +117,11 @@ def _usable(schema: Any, name: str, choices: Sequence[str]) -> list[str]:
 
 def group_options() -> dict[str, list[str]]:
     """Returns the options of the packaged groups of all commands, without composing anything."""
-    found: dict[str, list[str]] = {}
+    options: dict[str, list[str]] = {}
     for path in sorted(CONF.glob("*/**/*.yaml")):
-        found.setdefault(path.parent.relative_to(CONF).as_posix(), []).append(path.stem)
-    found["select"] = [*POLICIES, *BASELINES]
-    return dict(sorted(found.items()))
+        options.setdefault(path.parent.relative_to(CONF).as_posix(), []).append(path.stem)
+    options["select"] = [*POLICIES, *BASELINES]
+    return dict(sorted(options.items()))
 
 
 def first_sentence(group: str, option: str) -> str:

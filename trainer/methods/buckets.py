@@ -88,11 +88,11 @@ class Router(nn.Module, ABC):
         """
         recorded = self.artifact.manifest["details"].get("serving", {}) if self.artifact else {}
         defaults = decode_defaults(presets, self.num_buckets)
-        found = {
+        settings = {
             name: recorded.get(name, default) if given.get(name) is None else given[name]
             for name, default in defaults.items()
         }
-        return found | {"dense_layers": tuple(found["dense_layers"])}
+        return settings | {"dense_layers": tuple(settings["dense_layers"])}
 
     def budget(
         self, *, probes: int = 0, keys: float | None = None, threshold: float | None = None
