@@ -16,10 +16,10 @@ import math
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common.checks import check_device, resolve_backend
 from msattn.kernels.common.primitives import LOG2_E, tl, triton
 from msattn.kernels.common.registration import register_op
+from msattn.kernels.reference import best_blocks as reference
 from msattn.kernels.types import Backend
 
 MAX_COLUMNS = 2**16  # of a score row: one program holds a whole row

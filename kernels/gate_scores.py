@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common import block_pooling as pooling
 from msattn.kernels.common.block_checks import check_poolings, check_rotated, resolve_key_block_size
 from msattn.kernels.common.checks import (
@@ -32,6 +31,7 @@ from msattn.kernels.common.checks import (
 )
 from msattn.kernels.common.primitives import LOG2_E, padded_head, sequence_span, tl, triton
 from msattn.kernels.common.registration import register_op
+from msattn.kernels.reference import gate_scores as reference
 from msattn.kernels.types import Backend
 
 ROWS = 64  # per tile: the rows of a Hopper tensor core instruction

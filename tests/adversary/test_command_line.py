@@ -21,8 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 from msattn.trainer.commands.compose import compose, compose_raw, initialized_hydra, without_hydra
 from msattn.trainer.commands.jobs import COMMANDS, Command
 from msattn.trainer.config import POLICIES, typed
+from msattn.trainer.config.policies import OWN_KEYS, own_keys
 from msattn.trainer.config.schema import accepted
-from msattn.trainer.config.select import OWN_KEYS
 from tests.adversary.tries import Tries, spread
 
 HUGE = int("9" * 30)
@@ -88,7 +88,7 @@ KEYS = {  # one of each type, whatever its range
 
 def base_overrides(command: str, key: str) -> tuple[str, ...]:
     """Returns overrides with which ``command`` composes and has ``key``."""
-    owners = [name for name, keys in POLICIES.items() if key.removeprefix("select.") in keys]
+    owners = [name for name in POLICIES if key.removeprefix("select.") in own_keys(name)]
     if key.startswith("select.") and owners:
         return (f"select={owners[0]}", "artifacts.gate=gate")
     return ("artifacts.gate=gate",) if command == "finetune" else ()

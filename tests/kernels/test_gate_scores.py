@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference, testing
+from msattn.kernels import testing
 from msattn.kernels.gate_scores import gate_scores
+from msattn.kernels.reference import gate_scores as reference
 from msattn.kernels.types import Backend
 from tests.kernels.shared import BACKENDS
 

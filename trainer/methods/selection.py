@@ -17,20 +17,20 @@ from torch import Tensor
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.multiscale_attention import multiscale_attention
 from msattn.kernels.types import SparseAttention
+from msattn.trainer.config.policies import CalibratedLayer, TokenBudget, TopK
 from msattn.trainer.config.select import SelectConfig
 from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, Candidates, candidate_blocks
-from msattn.trainer.methods.policies import BY_NAME, Calibrated, TopK
 from msattn.trainer.methods.thresholds import SHORT_ROWS, BlockThresholds, shortest_row
 from msattn.trainer.methods.untrained import untrained_scorer
 from msattn.trainer.models.layer_attention import LayerInputs, score_options, with_sinks
 
 SCORE_BYTES = 2**30  # of block scores in memory at once
 OWN_ALWAYS = ("sink_blocks", "local_blocks")  # what a gate records of AlwaysRead
-Policy = Callable[[Tensor, Candidates], Tensor]  # see msattn.trainer.methods.policies
+Policy = Callable[[Tensor, Candidates], Tensor]  # see msattn.trainer.config.policies
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Selection:
     Attributes
     ----------
     policy : one policy for all layers, or a sequence with one for each layer: block scores and
-        candidates in, the blocks to read out, e.g. :class:`~msattn.trainer.methods.policies.TopK`.
+        candidates in, the blocks to read out, e.g. :class:`~msattn.trainer.config.policies.TopK`.
         :meth:`from_config` makes it from a configuration.
     scorer : source of the block scores.
     always : blocks that every row reads. They and the row's own (diagonal) block count towards the
@@ -186,8 +186,8 @@ def _check_always(asked: AlwaysRead, recorded: AlwaysRead) -> None:
 
 
 def _policy(cfg: SelectConfig, sizes: BlockSizes) -> Policy:
-    values, kind = vars(cfg) | {"block_size": sizes.keys}, BY_NAME[cfg.policy]
-    return kind(**{item.name: values[item.name] for item in fields(kind)})
+    policy = cfg.make_policy()
+    return replace(policy, block_size=sizes.keys) if isinstance(policy, TokenBudget) else policy
 
 
 def _calibrated(
@@ -206,10 +206,11 @@ def _calibrated(
         )
     share = 1 - cfg.sparsity
     above = shortest_row(cfg.sparsity, always, sizes)
-    found = [table.row_threshold(layer, cfg.sparsity) for layer in range(len(table.layers))]
+    thresholds = [table.row_threshold(layer, cfg.sparsity) for layer in range(len(table.layers))]
     top_k = TopK(sparsity=cfg.sparsity)
     return [
-        top_k if each is None else Calibrated(share * table.floor, *each, above) for each in found
+        top_k if of_rows is None else CalibratedLayer(share * table.floor, *of_rows, above)
+        for of_rows in thresholds
     ]
 
 

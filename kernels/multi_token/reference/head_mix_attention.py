@@ -5,11 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msattn.kernels.reference.mixed_scores import Mixing, mixed_attention, mixed_attention_backward
+from msattn.kernels.multi_token.reference.mixed_scores import (
+    Mixing,
+    mixed_attention,
+    mixed_attention_backward,
+)
 
 
 def head_mix_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, **options: Any) -> Tensor:
-    """Reference of :func:`msattn.kernels.head_mix_attention`, with its options; differentiable."""
+    """Reference of :func:`msattn.head_mix_attention`, with its options; differentiable."""
     return head_mix_attention_forward(q, k, v, weight, **options)[0]
 
 

@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn.kernels.common import score_products
-from msattn.kernels.head_mix_attention import head_mix_attention
-from msattn.kernels.head_mix_attention import operation as module
-from msattn.kernels.head_mix_attention import scores as head_mix_scores
+from msattn.kernels.multi_token import score_products
+from msattn.kernels.multi_token.head_mix_attention import head_mix_attention
+from msattn.kernels.multi_token.head_mix_attention import operation as module
+from msattn.kernels.multi_token.head_mix_attention import scores as head_mix_scores
 from msattn.kernels.testing import random_qkv
 from msattn.kernels.types import Backend
-from tests.kernels import mixed_scores, shared
+from tests.kernels import shared
+from tests.kernels.multi_token import mixed_scores
 from tests.kernels.problems import Case, full_product
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
@@ -102,7 +103,9 @@ def test_small_scratch_equals_one_pass(
     whole = mixed_scores.results(head_mix_attention, inputs, dout, backend)
     monkeypatch.setattr(score_products, "SCRATCH_ELEMENTS", 1)
     monkeypatch.setattr(module, "MIN_ROWS", 128)
-    monkeypatch.setattr("msattn.kernels.reference.mixed_scores.SCORES_AT_ONCE", 50 * 140)
+    monkeypatch.setattr(
+        "msattn.kernels.multi_token.reference.mixed_scores.SCORES_AT_ONCE", 50 * 140
+    )
     parts = mixed_scores.results(head_mix_attention, inputs, dout, backend)
     torch.testing.assert_close(parts, whole, rtol=4e-3, atol=4e-3)
 

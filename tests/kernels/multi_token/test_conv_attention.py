@@ -11,14 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn.kernels.common import score_products
-from msattn.kernels.conv_attention import band as conv_band
-from msattn.kernels.conv_attention import conv_attention
-from msattn.kernels.conv_attention import operation as module
+from msattn.kernels.multi_token import score_products
+from msattn.kernels.multi_token.conv_attention import band as conv_band
+from msattn.kernels.multi_token.conv_attention import conv_attention
+from msattn.kernels.multi_token.conv_attention import operation as module
 from msattn.kernels.testing import random_qkv, starts
 from msattn.kernels.types import Backend, ConvMask
-from tests.kernels import mixed_scores, shared
-from tests.kernels.mixed_scores import convolved_attention, random_convolution
+from tests.kernels import shared
+from tests.kernels.multi_token import mixed_scores
+from tests.kernels.multi_token.mixed_scores import convolved_attention, random_convolution
 from tests.kernels.problems import Case, full_product
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
@@ -185,7 +186,9 @@ def test_small_scratch_equals_one_pass(
     inputs, dout = (q, k, v, random_convolution(2, (2, 2), HALF, device)), torch.randn_like(q)
     whole = mixed_scores.results(conv_attention, inputs, dout, backend)
     monkeypatch.setattr(score_products, "SCRATCH_ELEMENTS", 1)
-    monkeypatch.setattr("msattn.kernels.reference.mixed_scores.SCORES_AT_ONCE", 50 * 140)
+    monkeypatch.setattr(
+        "msattn.kernels.multi_token.reference.mixed_scores.SCORES_AT_ONCE", 50 * 140
+    )
     torch.testing.assert_close(mixed_scores.results(conv_attention, inputs, dout, backend), whole)
 
 

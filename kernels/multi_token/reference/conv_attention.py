@@ -5,12 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.mta_checks import key_taps_after, key_taps_before
-from msattn.kernels.reference.mixed_scores import Mixing, mixed_attention, mixed_attention_backward
+from msattn.kernels.multi_token.checks import key_taps_after, key_taps_before
+from msattn.kernels.multi_token.reference.mixed_scores import (
+    Mixing,
+    mixed_attention,
+    mixed_attention_backward,
+)
 
 
 def conv_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, **options: Any) -> Tensor:
-    """Reference of :func:`msattn.kernels.conv_attention`, with its options; differentiable."""
+    """Reference of :func:`msattn.conv_attention`, with its options; differentiable."""
     return conv_attention_forward(q, k, v, weight, **options)[0]
 
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn.kernels.conv_decode import conv_decode
+from msattn.kernels.multi_token.conv_decode import conv_decode
 from msattn.kernels.testing import assert_within_budget, random_qkv, starts, visible
 from msattn.kernels.types import Backend, ConvMask
 from tests.kernels import shared
-from tests.kernels.mixed_scores import convolved_attention, random_convolution
+from tests.kernels.multi_token.mixed_scores import convolved_attention, random_convolution
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
 

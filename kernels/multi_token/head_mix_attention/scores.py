@@ -27,7 +27,7 @@ from msattn.kernels.common.primitives import (
     triton,
     tuned_tile,
 )
-from msattn.kernels.common.score_products import Rows
+from msattn.kernels.multi_token.score_products import Rows
 
 MAX_HEADS = 128  # limit: a program holds the weight, or its gradient, for all pairs of heads
 

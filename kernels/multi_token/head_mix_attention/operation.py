@@ -15,7 +15,6 @@ bottleneck: a score is moved 4 times forward and 10 times backward.
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common.checks import (
     aligned_gradient,
     check_layout,
@@ -24,24 +23,25 @@ from msattn.kernels.common.checks import (
     resolve_backend,
     resolve_scale,
 )
-from msattn.kernels.common.mta_checks import check_head_weight
 from msattn.kernels.common.registration import register_attention
-from msattn.kernels.common.score_products import (
-    matmul_accumulate,
-    matmul_accumulate_transposed,
-    row_chunks,
-    zero_padding,
-)
-from msattn.kernels.head_mix_attention.materialized import (
+from msattn.kernels.multi_token.checks import check_head_weight
+from msattn.kernels.multi_token.head_mix_attention.materialized import (
     materialized_attention,
     materialized_attention_backward,
 )
-from msattn.kernels.head_mix_attention.scores import (
+from msattn.kernels.multi_token.head_mix_attention.scores import (
     MAX_HEADS,
     mix_heads,
     mix_heads_backward,
     score_dtype,
     write_scores,
+)
+from msattn.kernels.multi_token.reference import head_mix_attention as reference
+from msattn.kernels.multi_token.score_products import (
+    matmul_accumulate,
+    matmul_accumulate_transposed,
+    row_chunks,
+    zero_padding,
 )
 from msattn.kernels.types import Backend
 
@@ -170,4 +170,6 @@ _operator, _backward_operator = register_attention(
     launch_backward,
     reference.head_mix_attention_forward,
     reference.head_mix_attention_backward,
+    differentiable=("q", "k", "v", "weight"),
+    saved=("q", "k", "v", "weight", "kv_start", "out", "lse"),
 )

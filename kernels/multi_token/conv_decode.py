@@ -1,7 +1,7 @@
 """Decoding step of Multi-Token Attention: the newest query over a long cache.
 
-The result is the last row of :mod:`msattn.kernels.conv_attention.operation`. Let ``q_a`` be the
-last c_q queries, of which ``q_(c_q - 1)`` is the newest, at position i, and
+The result is the last row of :mod:`msattn.kernels.multi_token.conv_attention.operation`. Let
+``q_a`` be the last c_q queries, of which ``q_(c_q - 1)`` is the newest, at position i, and
 ``p = (c_k - 1) // 2``::
 
     A[j] = sum_c U_c[j - p + c]
@@ -34,7 +34,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common.checks import (
     check_per_sequence,
     check_qkv,
@@ -42,7 +41,6 @@ from msattn.kernels.common.checks import (
     resolve_backend,
     resolve_scale,
 )
-from msattn.kernels.common.mta_checks import check_convolution, key_taps_before
 from msattn.kernels.common.primitives import (
     LOG2_E,
     num_sms,
@@ -55,6 +53,8 @@ from msattn.kernels.common.primitives import (
 )
 from msattn.kernels.common.registration import register_op
 from msattn.kernels.common.splits import choose_splits, merge_splits
+from msattn.kernels.multi_token.checks import check_convolution, key_taps_before
+from msattn.kernels.multi_token.reference import conv_decode as reference
 from msattn.kernels.types import Backend, ConvMask
 
 STREAMS = 32  # 4 warps of 8 rows: one thread then holds the taps of a stream and head

@@ -14,7 +14,7 @@ adjacent tiles would have to exchange scores. If the weights are applied to the 
 all work is in matrix products. Applied to the queries, with a sum over the c_k columns, it is 6
 times that of dense attention; applied to the keys, with a sum over the c_q rows,
 ``(c_q + 1) / 2 = 3.5`` times. The latter is used here (see
-:mod:`msattn.kernels.conv_attention.forward`)::
+:mod:`msattn.kernels.multi_token.conv_attention.forward`)::
 
     A[i, j] = sum_a q[i - (c_q - 1) + a] . y_a[j]           y_a[j] = sum_c W[a, c] k[j - p + c]
 
@@ -24,14 +24,13 @@ times the 5 of dense attention.
 
 Scores that count as 0 occur only within w keys of the diagonal. There A is computed separately,
 from the scores that count, as a band of w numbers for each query
-(:mod:`msattn.kernels.conv_attention.band`). Later keys therefore have no influence on a query, not
-even through rounding.
+(:mod:`msattn.kernels.multi_token.conv_attention.band`). Later keys therefore have no influence on a
+query, not even through rounding.
 """
 
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common.checks import (
     aligned_gradient,
     check_layout,
@@ -40,11 +39,10 @@ from msattn.kernels.common.checks import (
     resolve_backend,
     resolve_scale,
 )
-from msattn.kernels.common.mta_checks import check_convolution
 from msattn.kernels.common.registration import register_attention
-from msattn.kernels.common.score_products import zero_padding
-from msattn.kernels.conv_attention.backward import conv_attention_backward
-from msattn.kernels.conv_attention.band import (
+from msattn.kernels.multi_token.checks import check_convolution
+from msattn.kernels.multi_token.conv_attention.backward import conv_attention_backward
+from msattn.kernels.multi_token.conv_attention.band import (
     Convolution,
     key_gradient,
     make_band,
@@ -52,7 +50,13 @@ from msattn.kernels.conv_attention.band import (
     query_gradient,
     weight_gradient,
 )
-from msattn.kernels.conv_attention.forward import ScoreFactors, conv_attention_forward, kv_slices
+from msattn.kernels.multi_token.conv_attention.forward import (
+    ScoreFactors,
+    conv_attention_forward,
+    kv_slices,
+)
+from msattn.kernels.multi_token.reference import conv_attention as reference
+from msattn.kernels.multi_token.score_products import zero_padding
 from msattn.kernels.types import Backend, ConvMask
 
 
@@ -199,4 +203,6 @@ _operator, _backward_operator = register_attention(
     launch_backward,
     reference.conv_attention_forward,
     reference.conv_attention_backward,
+    differentiable=("q", "k", "v", "weight"),
+    saved=("q", "k", "v", "weight", "kv_start", "out", "lse"),
 )

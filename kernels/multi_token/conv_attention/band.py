@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import query_offset
-from msattn.kernels.common.mta_checks import key_taps_after, key_taps_before
 from msattn.kernels.common.primitives import padded_head, sequence_span, tl, triton
+from msattn.kernels.multi_token.checks import key_taps_after, key_taps_before
 
 TILE_ROWS = 32
 

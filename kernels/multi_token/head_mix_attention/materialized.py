@@ -26,7 +26,7 @@ from msattn.kernels.common.primitives import (
     triton,
     tuned_tile,
 )
-from msattn.kernels.common.score_products import Rows, add_tile, reach
+from msattn.kernels.multi_token.score_products import Rows, add_tile, reach
 
 LOGITS_TO_BASE_2 = tl.constexpr(LOG2_E)
 
@@ -83,7 +83,7 @@ def materialized_attention_backward(
     """Overwrites the scores by their gradient, and adds to fp32 ``dv [B, Hkv, M, D]``.
 
     Returns the gradient, a view of ``scores``. It is 0 in the
-    :func:`~msattn.kernels.common.score_products.reach` keys past the causal limit of a query.
+    :func:`~msattn.kernels.multi_token.score_products.reach` keys past the causal limit of a query.
     ``lse`` and ``row_delta`` (``rowsum(dO * O)`` less the gradient of the LSE) are contiguous
     ``[B, H, N]``.
     """

@@ -1,8 +1,8 @@
 """Matrix products of materialized probabilities or score gradients.
 
-The backward passes of :mod:`msattn.kernels.conv_attention` and
-:mod:`msattn.kernels.head_mix_attention` write probabilities or score gradients of a chunk of query
-rows to a scratch buffer, ``matrix [B, H, rows, M]``, which is a factor of these products:
+The backward passes of ``conv_attention`` and ``head_mix_attention`` write probabilities or score
+gradients of a chunk of query rows to a scratch buffer, ``matrix [B, H, rows, M]``, which is a
+factor of these products:
 
     matmul_accumulate             out_h += matrix_h Y_z
     matmul_accumulate_transposed  out_z += sum over heads h of group z of matrix_h^T X_h

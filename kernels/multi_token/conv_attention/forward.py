@@ -1,7 +1,7 @@
 """Forward pass of conv_attention: scores ``A_h = sum over t < T of X_t Y_t^T``.
 
 Convolved scores have this form if the weights are applied to the keys
-(:mod:`msattn.kernels.conv_attention.operation`):
+(:mod:`msattn.kernels.multi_token.conv_attention.operation`):
 
     X_t = queries of head h, shifted by T - 1 - t rows       ``x [B, H, N, D]``
     Y_t = keys prepared for head h and term t                ``y [B, H * T, M, D]``
@@ -24,7 +24,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from msattn.kernels import tuned
-from msattn.kernels.common import score_products
 from msattn.kernels.common.checks import query_offset
 from msattn.kernels.common.primitives import (
     LOG2_E,
@@ -41,6 +40,7 @@ from msattn.kernels.common.primitives import (
     triton,
     tuned_tile,
 )
+from msattn.kernels.multi_token import score_products
 
 # Largest size of a query row times terms with which queries and keys fit in shared memory, also in
 # the backward pass.

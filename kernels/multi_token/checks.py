@@ -1,4 +1,4 @@
-"""Checks of Multi-Token Attention's weights and mask; see :mod:`.checks`."""
+"""Checks of Multi-Token Attention's weights and mask; see :mod:`msattn.kernels.common.checks`."""
 
 from typing import get_args
 

@@ -28,18 +28,18 @@ from msattn.kernels.common.primitives import (
     tl,
     triton,
 )
-from msattn.kernels.common.score_products import (
-    matmul_accumulate,
-    matmul_accumulate_transposed,
-    reach,
-    row_chunks,
-)
-from msattn.kernels.conv_attention.forward import (
+from msattn.kernels.multi_token.conv_attention.forward import (
     ScoreFactors,
     apply_band_and_mask,
     load_resident_queries,
     parent_heads,
     sum_products,
+)
+from msattn.kernels.multi_token.score_products import (
+    matmul_accumulate,
+    matmul_accumulate_transposed,
+    reach,
+    row_chunks,
 )
 
 MIN_ROWS = 128  # query rows of a chunk at least

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import resolve_scale, statistics_dtype
-from msattn.kernels.common.mta_checks import key_taps_after, key_taps_before
+from msattn.kernels.multi_token.checks import key_taps_after, key_taps_before
 
 
 def conv_decode(
@@ -19,7 +19,7 @@ def conv_decode(
     kv_len: Tensor | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """Reference of :func:`msattn.kernels.conv_decode.conv_decode`.
+    """Reference of :func:`msattn.kernels.multi_token.conv_decode.conv_decode`.
 
     Memory holds the scores ``[Hq, c_q, m]`` of one sequence.
     """
