@@ -18,7 +18,7 @@ import pytest
 
 from msattn.trainer.artifacts import read
 from msattn.trainer.errors import UserError
-from msattn.trainer.storage import lock, replace
+from msattn.trainer.storage import lock
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import current_folder, replace_folder
 from tests.adversary.steps import Child, count_changes, killed_at
@@ -27,14 +27,6 @@ from tests.artifacts import save
 
 # of each generation of results; every file holds the generation's number
 FILES = ("a.json", "b.json", "c.json")
-
-
-@pytest.fixture(params=[True, False], ids=["exchange", "no_exchange"])
-def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """True on a file system that exchanges two folders at once."""
-    if not request.param:
-        monkeypatch.setattr(replace, "_rename_exchange", lambda a, b: False)
-    return request.param
 
 
 def kept(old: Path) -> Path:
@@ -56,12 +48,10 @@ def generation(folder: Path) -> int:
     return numbers.pop()
 
 
-def fault(folder: Path, before: int, attempted: int, *, keeps: bool, exchange: bool) -> str | None:
+def fault(folder: Path, before: int, attempted: int, *, keeps: bool) -> str | None:
     """Says what is wrong after kills of the writers of generations ``before + 1`` to ``attempted``,
     and after the next run.
     """
-    if exchange and before and not folder.exists():
-        return "no results in place"
     seen = current_folder(folder)
     if (seen.exists() or before) and generation(seen) not in range(before, attempted + 1):
         return f"generation {generation(seen)} in place"
@@ -86,9 +76,7 @@ def checked(check: Callable[[], str | None]) -> str | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("keeps", "before"), [(True, 2), (False, 2), (False, 0)])
-def test_killed_at_each_step(
-    tries: Tries, tmp_path: Path, exchange: bool, keeps: bool, before: int
-) -> None:
+def test_killed_at_each_step(tries: Tries, tmp_path: Path, keeps: bool, before: int) -> None:
     """One kill, or two runs that are killed one after the other; ``before`` generations were
     written before.
     """
@@ -106,7 +94,7 @@ def test_killed_at_each_step(
         folder = prepared("tried")
         for number, step in enumerate(kills, before + 1):
             Child(killed_at(step, partial(write, folder, number, keeps=keeps))).wait()
-        check = partial(fault, folder, before, before + len(kills), keeps=keeps, exchange=exchange)
+        check = partial(fault, folder, before, before + len(kills), keeps=keeps)
         tries.record(f"killed at step {kills} of {steps}", checked(check))
         shutil.rmtree(folder.parent)
 
@@ -122,7 +110,7 @@ def value(folder: Path) -> float:
 
 
 @pytest.mark.slow
-def test_an_artifact_is_replaced_and_killed(tries: Tries, tmp_path: Path, exchange: bool) -> None:
+def test_an_artifact_is_replaced_and_killed(tries: Tries, tmp_path: Path) -> None:
     """A reader beside the writer sees the old artifact or the new one at every moment."""
     folder = tmp_path / "base" / "gate"
     write_artifact(folder, 0.0)
@@ -143,8 +131,6 @@ def test_an_artifact_is_replaced_and_killed(tries: Tries, tmp_path: Path, exchan
             return f"a reader saw {seen}"
         if code != (0 if step >= steps else -signal.SIGKILL):
             return f"exit code {code}"
-        if exchange and not folder.exists():
-            return "no artifact in place"
         if value(folder) not in (before, new):
             return f"{value(folder)} in place"
         write_artifact(folder, new + 1)
