@@ -65,6 +65,17 @@ def first_line(error: BaseException) -> str:
     return lines[0].rstrip(" .:") if lines else type(error).__name__
 
 
+@contextmanager
+def library_errors(where: str) -> Iterator[None]:
+    """Raises UserError, ``where`` with the reason in parentheses, for any exception of a library
+    that reads a file of the user: libraries raise many kinds.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{where} ({first_line(error)})") from error
+
+
 def write_error(
     path: Path, error: BaseException, kept: str = "", *, resumes: bool = True
 ) -> UserError:
