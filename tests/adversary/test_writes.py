@@ -1,25 +1,20 @@
-"""Writers that are killed or fail at each file operation, and several processes at one folder.
+"""Writers that are killed or fail at each file operation.
 
 What was complete before stays, the next run works, and readers find a whole artifact at every
 moment.
 """
 
 import json
-import os
 import shutil
 import signal
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from msattn.trainer.artifacts import read
-from msattn.trainer.errors import UserError
-from msattn.trainer.storage import lock
-from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import current_folder, replace_folder
 from tests.adversary.steps import Child, count_changes, killed_at
 from tests.adversary.tries import Tries
@@ -143,28 +138,3 @@ def test_an_artifact_is_replaced_and_killed(tries: Tries, tmp_path: Path) -> Non
 
     for step in range(steps + 1):
         tries.record(f"killed at step {step} of {steps}", checked(partial(fault, step)))
-
-
-def test_another_thread_is_refused(tmp_path: Path) -> None:
-    def enter() -> None:
-        with locked(tmp_path / "gate"):
-            pass
-
-    with ThreadPoolExecutor(1) as pool:
-        with locked(tmp_path / "gate"), pytest.raises(UserError, match=f"process {os.getpid()} "):
-            pool.submit(enter).result()
-        pool.submit(enter).result()
-
-
-def test_ranks_of_one_run_share_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with locked(tmp_path / "gate"):
-        monkeypatch.setenv("RANK", "1")
-        with locked(tmp_path / "gate"):
-            pass
-    holder = lock._own() | {"run": "another"}
-    (tmp_path / ".gate.lock").write_text(json.dumps(holder))
-    with locked(tmp_path / "gate"):  # a file without a lock is of a process that ended
-        pass
-    monkeypatch.setattr(lock, "_is_locked", lambda path: True)
-    with pytest.raises(UserError, match="another run writes there"), locked(tmp_path / "gate"):
-        pass
