@@ -122,6 +122,10 @@ def test_a_router_without_training_is_named(embedded: Any, here: Path) -> None:
             {"qmodel": "outputs/none", "probes": -1},
             r"^probes=-1: expected an integer in \[0, 1e6\], or null",
         ),
+        (
+            {"gate": "embedded", "select": {"key_block_size": 16}},
+            r"^select\.key_block_size=16: the gate's blocks have 64; expected this size, or null$",
+        ),
         ({"gate": "outputs/none/gate"}, "artifact outputs/none/gate: no such folder"),
         (
             {"qmodel": "qest"},

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from msattn.trainer import progress
 from msattn.trainer.storage.hashes import folder_hashes
 from tests.adversary.commands import COMMANDS
 from tests.running import SMALL, SMALL_EVAL, exit_code, succeed, write_texts
@@ -40,10 +41,14 @@ def here(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 @pytest.fixture
-def rejected(here: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def rejected(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
     """Runs a command that must exit with code 2 and leave artifacts and texts unchanged; returns
     its message.
     """
+    # A busy machine may take longer; a line of progress is no second message.
+    monkeypatch.setattr(progress, "INTERVAL", 600.0)
 
     def check(*arguments: str) -> str:
         before = kept(here)
@@ -103,6 +108,10 @@ BY_KMEANS = [*NEW, "qmodel.long_range=8", "artifacts.kmeans=outputs/tiny/base/km
             "cache has data=[",
         ),
         (["eval", *SMALL_EVAL, "eval.recall.probes=[64]"], "probes=64: classifier has 4 buckets"),
+        (
+            ["eval", *SMALL_EVAL, "eval.tasks=[perplexity]", "select.block_size=32"],
+            "select.block_size=32: the gate's blocks have 64",
+        ),
         (
             ["eval", *SMALL_EVAL, "artifacts.gate=outputs/tiny/base/kmeans"],
             "kind=kmeans: expected gate",

@@ -1,9 +1,11 @@
-"""Exit codes and lines of the programs in docs/experiments."""
+"""Exit codes and lines of the programs in docs/experiments, and of a full disk."""
 
 import os
 import runpy
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from msattn.trainer.errors import (
     run_program,
 )
 from tests.house.modules import ROOT
+from tests.running import exit_code
 
 
 def ended(program: Callable[[], int | None]) -> int:
@@ -119,3 +122,22 @@ def test_each_program_reports_a_mistake_in_one_line(
     assert stopped.value.code == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(line)
+
+
+@pytest.mark.parametrize("sweep", [[], ["-m", "name=a,b"]])
+def test_a_full_disk_is_named_by_the_given_outputs(
+    sweep: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Hydra writes the configuration of a run; errors of a write do not name the file."""
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("hydra.core.utils._save_config", fail)
+    assert exit_code("train-mta", "tracker=none", f"outputs={tmp_path}", *sweep) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"msattn: {tmp_path} cannot be written (No space left on device); " in line
+    assert f" GB are free in {tmp_path}. " in line

@@ -160,7 +160,7 @@ def check_working_directory() -> None:
 def free_space(path: Path) -> str:
     """Returns a clause that tells the free space of the disk of ``path``, which need not exist."""
     folder = next(
-        (parent for parent in path.parents if os.path.isdir(parent)), Path(path.anchor or ".")
+        (each for each in (path, *path.parents) if os.path.isdir(each)), Path(path.anchor or ".")
     )
     return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB are free in {folder}"
 

@@ -233,8 +233,15 @@ def parts_of(
     gate_scores: Sequence[str] = tuple(GATE_SCORES),
     **fields: Any,
 ) -> tuple[list[Part], list[Part]]:
-    """Returns the parts of dense attention and the parts of the methods."""
+    """Returns the parts of dense attention and the parts of the methods.
+
+    Raises UserError for a gate with blocks of another size than those of ``select``.
+    """
     cfg: Any = compose("eval", overrides)
+    # baselines have blocks of this size, too
+    select = replace(cfg.select, **cfg.select.sizes.arguments) if baselines else cfg.select
+    for gate in map(Gate.load, gates):
+        select.check_gate(gate.cfg.sizes)
     asked = tuple(task for task in tasks if task != "leval" or cfg.eval.leval.path is not None)
 
     def part(name: str, tasks: tuple[str, ...], lengths: Sequence[int], **fields: Any) -> Part:

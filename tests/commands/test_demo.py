@@ -92,7 +92,7 @@ def launched(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str
 
     interrupts = ["fit-kmeans"]
     monkeypatch.setattr(demo, "launch", launch)
-    monkeypatch.setattr(demo, "_seconds_of_a_pass", lambda cfg: 0.5)
+    monkeypatch.setattr(demo, "_speed", lambda cfg: 0.5)
     return steps
 
 

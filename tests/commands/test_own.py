@@ -45,9 +45,10 @@ def test_a_folder_is_a_model_with_sizes_that_fit(
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert "4096 positions, so model.presets has seq_len=4096, num_buckets=64" in err
-    assert (
-        compose("eval", [*own_overrides(str(path), None), "data.seq_len=512"]).data.seq_len == 512
-    )
+    given = ["data.seq_len=512", "model.presets.probes=1"]
+    assert compose("eval", [*own_overrides(str(path), None, given), *given]).data.seq_len == 512
+    err = capsys.readouterr().err
+    assert "so model.presets has num_buckets=64, recent=256, long_range=256, through" in err
 
 
 def test_folders_called_model_have_the_name_of_their_parent_too(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 import sysconfig
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +325,32 @@ def test_refused_files(tmp_path: Path, name: str, content: bytes | None, message
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
         list(documents(text_config(tmp_path / name), heldout=False))
+
+
+@pytest.mark.parametrize("encoding", [None, "PLAIN"])
+def test_no_flipped_bit_of_parquet_with_checksums_changes_its_texts(
+    tmp_path: Path, encoding: str | None
+) -> None:
+    path = tmp_path / "rows.parquet"
+    content = parquet(encoding, checksums=True, text=TEXTS[:3])
+    pages = len(content) - 8 - int.from_bytes(content[-8:-4], "little")  # then the footer
+    for place in range(4, pages):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        with suppress(UserError):
+            assert [document.text for document in all_of(path)] == TEXTS[:3], place
+
+
+@pytest.mark.parametrize("pattern", ["", "*.txt", "**/*"])
+def test_a_link_to_no_file_is_refused(tmp_path: Path, pattern: str) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").symlink_to(tmp_path / "nowhere")
+    cfg = text_config(tmp_path / pattern)
+    with pytest.raises(
+        UserError, match=r"^data\.path=\S+b\.txt: a link to a file that does not exist$"
+    ):
+        list(documents(cfg, heldout=False))
 
 
 def test_errors_in_held_out_data_name_the_held_out_path(

@@ -32,7 +32,7 @@ def write(path: Path, *values: Any) -> str:
     return str(path)
 
 
-def parquet(encoding: str | None = None, **columns: Any) -> bytes:
+def parquet(encoding: str | None = None, *, checksums: bool = False, **columns: Any) -> bytes:
     """Returns the content of a file, whose columns have ``encoding`` instead of a dictionary if one
     is given.
     """
@@ -40,7 +40,13 @@ def parquet(encoding: str | None = None, **columns: Any) -> bytes:
         {"use_dictionary": False, "column_encoding": encoding} if encoding else {}
     )
     stream = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table(columns), stream, row_group_size=7, **options)
+    pyarrow.parquet.write_table(
+        pyarrow.table(columns),
+        stream,
+        row_group_size=7,
+        write_page_checksum=checksums,
+        **options,
+    )
     return stream.getvalue()
 
 

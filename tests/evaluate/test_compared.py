@@ -3,20 +3,21 @@ baselines, and their settings.
 """
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from msattn.trainer import data
+from msattn.trainer import data, progress
 from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import EvalRunConfig, SelectConfig
 from msattn.trainer.evaluate import calibration, compared
 from msattn.trainer.evaluate.compared import _artifact_paths, _block_selections, _bucket_routings
 from msattn.trainer.evaluate.row import Setting
-from msattn.trainer.evaluate.run import evaluate
+from msattn.trainer.evaluate.run import _print_estimate, evaluate
 from msattn.trainer.evaluate.tasks import perplexity
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, calibrate_blocks
@@ -115,6 +116,23 @@ def test_baselines_are_calibrated_on_training_chunks(
     decoding = replace(cfg, eval=replace(cfg.eval, tasks=["decoding"]))
     untouched = compared.find_compared(cfg, loaded)
     assert calibration.calibrate_selections(untouched, decoding, loaded) is untouched
+
+
+def test_the_time_of_an_evaluation_on_a_cpu(
+    loaded: Loaded,
+    trained: Path,
+    text: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    cfg = config(trained, text, baselines=["quest"])
+    cfg = replace(cfg, select=SelectConfig("calibrated", block_size=16))
+    _print_estimate(cfg, loaded, compared.find_compared(cfg, loaded))
+    duration = r"\d+:\d\d"
+    tasks = ", ".join(f"{task} {duration}" for task in ("calibration", *cfg.eval.tasks))
+    line = f"msattn: eval takes about {duration} in all: {tasks}\n"
+    assert re.search(line, capsys.readouterr().err)
 
 
 def test_a_gate_without_fitting_thresholds_is_calibrated(

@@ -150,12 +150,13 @@ def test_changed_text_is_another_setting(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "init", "lines"),
+    ("task", "source", "init", "lines"),
     [
-        ("perplexity", "random", 1),
-        ("latency", "random", 0),
-        ("latency", "pretrained", 1),
-        ("decoding", "pretrained", 0),
+        ("perplexity", None, "random", 1),
+        ("perplexity", "stdlib", "random", 1),
+        ("latency", None, "random", 0),
+        ("latency", None, "pretrained", 1),
+        ("decoding", None, "pretrained", 0),
     ],
 )
 def test_text_that_nobody_chose_is_named_if_a_task_reads_it(
@@ -163,20 +164,15 @@ def test_text_that_nobody_chose_is_named_if_a_task_reads_it(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     task: str,
+    source: str | None,
     init: str,
     lines: int,
 ) -> None:
     cfg = config(tmp_path, "unused", tasks=[task])
-    cfg = replace(cfg, data=DataConfig(None, seq_len=160), model=replace(cfg.model, init=init))
+    cfg = replace(cfg, data=DataConfig(source, seq_len=160), model=replace(cfg.model, init=init))
     monkeypatch.setattr(models, "describe", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         evaluate(cfg)
-    assert (
-        len(
-            re.findall(
-                r"no text was chosen, so eval reads .*standard library; --data ",
-                capsys.readouterr().err,
-            )
-        )
-        == lines
-    )
+    chosen = "" if source else "no text was chosen, so "
+    line = rf"^msattn: {chosen}eval reads .*standard library; --data "
+    assert len(re.findall(line, capsys.readouterr().err, re.M)) == lines

@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 from comparison import main, parts_of, with_differences, write_rows
 
+from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.methods.base import DENSE, Method
 from tests.data.texts import TEXT, write
+from tests.factory import tiny_model
+from tests.sparse import gate_for, save
 
 GATE, QUEST, SLASH = Method("gate", trained=True), Method("quest"), Method("vertical_slash")
 ORACLE = Method("oracle", servable=False)
@@ -66,8 +69,10 @@ def test_the_table_holds_all_runs_of_the_folder(tmp_path: Path) -> None:
 
 
 def test_parts_of_a_comparison(tmp_path: Path) -> None:
+    model = tiny_model()
+    gate = save(tmp_path / "mass", model, gate_for(model))
     dense, sparse = parts_of(
-        tmp_path, [512, 1024], [tmp_path / "mass" / "gate"], ["quest"], ["model=tiny"]
+        tmp_path, [512, 1024], [gate], ["quest"], ["model=tiny", "select.block_size=16"]
     )
     tasks = "perplexity", "ruler"
     assert [part.name for part in dense] == [
@@ -78,6 +83,9 @@ def test_parts_of_a_comparison(tmp_path: Path) -> None:
         f"{policy}-{name}" for policy in ("calibrated", "topk") for name in methods
     ]
     assert {part.tasks for part in sparse} == {tasks}
+    with pytest.raises(UserError, match=r"^select\.block_size=64: the gate's blocks have 16; "):
+        parts_of(tmp_path, [512], [gate], ["quest"], ["model=tiny"])
+    assert parts_of(tmp_path, [512], [gate], [], ["model=tiny"]), "no other sizes"
 
 
 @pytest.mark.slow
@@ -97,7 +105,7 @@ def test_a_comparison_continues(tmp_path: Path, capsys: pytest.CaptureFixture[st
         data.heldout_path={tmp_path}/test.txt data.cache={tmp_path}/cache
         eval.perplexity.num_chunks=2 eval.perplexity.sparsities=[0.5] eval.leval.path={leval}
         eval.leval.sparsities=[0.5] eval.ruler.tasks=[fwe] eval.ruler.samples=2
-        eval.ruler.sparsities=[0.5] select.block_size=16 device=cpu
+        eval.ruler.sparsities=[0.5] device=cpu
     """.split()
     main(arguments)
     table = (tmp_path / "out" / "comparison.csv").read_text()

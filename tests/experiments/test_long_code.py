@@ -77,7 +77,7 @@ def test_processes_share_a_run(
         json.dumps({"gate:artifacts": {"0.2": 0.7}, "gate_question:artifacts": {"0.2": 0.6}})
     )
     arguments: list[Any] = f"""
-        {tmp_path}/out {repositories} model=tiny device=cpu select.block_size=16 --lengths 2304
+        {tmp_path}/out {repositories} model=tiny device=cpu --lengths 2304
         --prompts 1 --policy topk --gates {ROOT}/trainer/embedded/artifacts/gate --baselines quest
         --settings {tmp_path}/settings.json --sparsities 0.8
     """.split()

@@ -2,10 +2,15 @@
 refusals.
 """
 
+import re
+import time
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from msattn.trainer import progress
 from msattn.trainer.config import BlockSizes, SelectConfig
 from msattn.trainer.config.select import BASELINES
 from msattn.trainer.errors import UserError
@@ -97,6 +102,21 @@ def test_all_scores_are_calibrated_in_one_pass() -> None:
     decoder.remove()
     for name, scorer in scorers.items():
         assert calibrate_blocks({name: scorer}, model, chunks)[name] == together[name]
+
+
+def test_a_calibration_counts_its_chunks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Slow(Quest):
+        def __call__(self, x: Any) -> Tensor:
+            time.sleep(0.1)
+            return super().__call__(x)
+
+    monkeypatch.setattr(progress, "INTERVAL", 0.01)
+    chunks = ({"input_ids": row} for row in random_tokens(3, 20 * BLOCK))
+    calibrate_blocks({"quest": Slow(BLOCK)}, tiny_model(), chunks)
+    found = capsys.readouterr().err
+    assert re.search(r"^msattn: calibrating the thresholds of quest, chunks: [12]/3, ", found, re.M)
 
 
 def test_chunks_too_short_for_a_sparsity_leave_it_to_topk() -> None:

@@ -113,7 +113,7 @@ def write_gguf(path: Path, model: Any, kind: str = "F32", **metadata: Any) -> Pa
     for key, value in metadata.items():
         writer.kv_data[0].pop(key.replace("__", "."), None)
         if value is not None:
-            add = {str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool}[
+            add = {str: writer.add_string, int: writer.add_int64, bool: writer.add_bool}[
                 type(value)
             ]
             add(key.replace("__", "."), value)

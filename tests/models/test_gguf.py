@@ -160,6 +160,13 @@ def test_random_weights_take_the_tokenizer_of_a_file(file: Path) -> None:
         ),
         ({"llama__embedding_length": 2**19}, "weights by its configuration, at most"),
         ({"tokenizer__ggml__model": "rwkv"}, "tokenizer.ggml.model=rwkv: expected gpt2 or llama"),
+        *(
+            (
+                {f"tokenizer__ggml__{kind}_token_id": token},
+                rf"tokenizer\.ggml\.{kind}_token_id={token}: expected 0 to {SIZE - 1}",
+            )
+            for kind, token in (("bos", -1), ("eos", -1), ("unknown", -2), ("padding", 2**32 - 1))
+        ),
         ({"split__count": 3}, "one of 3 parts: join them with llama-gguf-split --merge"),
     ],
 )

@@ -17,7 +17,7 @@ from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.launch import launch
 from msattn.trainer.config.values import one_of, require
 from msattn.trainer.errors import UserError, write_error
-from msattn.trainer.progress import activity, duration
+from msattn.trainer.progress import duration
 from msattn.trainer.storage.documents import checked, read_json
 from msattn.trainer.storage.replace import replace_file
 
@@ -151,7 +151,7 @@ def _print_plan(cfg: Any, chosen: list[str], done: Finished, console: Console) -
     """
     left = [command for command in chosen if command not in done.folders]
     known = left and all(each.startswith(WITHOUT_EFFECT) for each in done.overrides)
-    seconds = _seconds_of_a_pass(cfg) if known else None
+    seconds = _speed(cfg) if known else None
     times = {
         command: "" if seconds is None else f"about {duration(seconds * PASSES[command])}"
         for command in left
@@ -175,22 +175,15 @@ def _print_plan(cfg: Any, chosen: list[str], done: Finished, console: Console) -
     console.print(hint, markup=False, highlight=False)
 
 
-def _seconds_of_a_pass(cfg: Any) -> float | None:
+def _speed(cfg: Any) -> float | None:
     """Returns how long the model takes for a chunk on the CPU; None on a GPU."""
-    import torch
-
     from msattn.trainer import models
-    from msattn.trainer.models.tap import run_backbone
+    from msattn.trainer.models.timing import seconds_of_pass
 
     if models.resolve_device(cfg.device).type != "cpu":
         return None
-    with activity("measuring the speed of this machine"), torch.inference_mode():
-        model = models.load(cfg.model, device="cpu", dtype=cfg.dtype).model
-        ids = torch.arange(cfg.data.seq_len)[None] % model.config.vocab_size
-        for _ in range(2):  # the first allocates
-            began = time.perf_counter()
-            run_backbone(model, ids)
-        return time.perf_counter() - began
+    model = models.load(cfg.model, device="cpu", dtype=cfg.dtype).model
+    return seconds_of_pass(model, cfg.data.seq_len)
 
 
 def _print_answers(rows: list[dict[str, Any]], scores: str, console: Console) -> None:

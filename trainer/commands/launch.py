@@ -58,11 +58,13 @@ def launch(
     name = config_name(command)
     overrides = with_search_path(overrides, config_dir)
     started: list[str] = []
+    outputs: list[str] = []  # of the composed configuration
     task = functools.partial(_run_job, command=command, arguments=arguments, started=started)
-    with initialized_hydra(command) as hydra, _errors_in_one_line(command, started):
+    with initialized_hydra(command) as hydra, _errors_in_one_line(command, started, outputs):
         if multirun:
             sweep = compose_raw(hydra, command, overrides, "MULTIRUN")
             _check_points(hydra, sweep, command)
+            outputs.append(sweep.outputs)
             # A training job writes artifacts under its own name; other jobs read the artifacts
             # under the given name.
             if COMMANDS[command].trains and not _is_given("name", sweep, overrides):
@@ -77,6 +79,7 @@ def launch(
             cfg = typed_config(composed, command)
             _check_text(cfg, command)
             _check_outputs(cfg)
+            outputs.append(cfg.outputs)
             overrides = _with_group(composed, overrides)
             if is_main_rank():  # under torchrun one process writes the run's folder
                 results = [
@@ -95,9 +98,9 @@ def launch(
 
 
 @contextmanager
-def _errors_in_one_line(command: str, started: list[str]) -> Iterator[None]:
-    """Converts errors of Hydra's files to UserError, and errors of keys ``hydra.*`` until the first
-    job has ``started``.
+def _errors_in_one_line(command: str, started: list[str], outputs: list[str]) -> Iterator[None]:
+    """Converts errors of Hydra's files, in ``outputs``, to UserError, and errors of keys
+    ``hydra.*`` until the first job has ``started``.
     """
     from hydra.errors import HydraException
 
@@ -106,9 +109,7 @@ def _errors_in_one_line(command: str, started: list[str]) -> Iterator[None]:
     except (UserError, HydraException):
         raise
     except (OSError, ValueError, AssertionError) as error:
-        found = disk_error(
-            error, Path(COMMANDS[command].schema.outputs), resumes=COMMANDS[command].resumes
-        )
+        found = disk_error(error, Path(*outputs), resumes=COMMANDS[command].resumes)
         if found is None and started:
             raise
         raise found or UserError(

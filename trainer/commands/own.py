@@ -33,6 +33,15 @@ CPU_PRESETS = {
         "qmodel_hidden": ("qmodel.hidden", 512),
     },
 }
+# Keys of which a preset that depends on the positions is the default.
+KEYS = {
+    "seq_len": "data.seq_len",
+    "num_buckets": "kmeans.num_buckets",
+    "probes": "probes",
+    "recent": "recent",
+    "long_range": "qmodel.long_range",
+    "throughput_length": "eval.throughput.lengths",
+}
 WINDOW_SHARE = 16  # one in 16 of a chunk's tokens is in the dense window, up to the papers' 2047
 
 
@@ -50,7 +59,9 @@ def own_overrides(
     found = []
     if model is not None:
         found += (
-            [f"model={model}"] if model in packaged_models() else _model_overrides(model, command)
+            [f"model={model}"]
+            if model in packaged_models()
+            else _model_overrides(model, overrides, command)
         )
     found += _on_cpu(command, found, overrides)
     if data is not None:
@@ -71,7 +82,7 @@ def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
     return text
 
 
-def _model_overrides(model: str, command: str) -> list[str]:
+def _model_overrides(model: str, overrides: Sequence[str], command: str) -> list[str]:
     with refused(f"--model {shown(model)}"):
         positions = _positions(model)
     path = Path(os.path.expanduser(model)).resolve()
@@ -80,10 +91,13 @@ def _model_overrides(model: str, command: str) -> list[str]:
         name = f"{path.parent.name}-{name}".lstrip("-")
     name = re.sub(r"[^\w.-]+", "-", name).lower()
     sizes = sizes_for(positions) if isinstance(positions, int) else {}
-    if sizes and command not in ANSWERING:  # these commands read few of them
-        values = ", ".join(
-            f"{key}={value}" for key, value in sizes.items() if not isinstance(value, list)
-        )
+    given = {each.partition("=")[0] for each in overrides}
+    values = ", ".join(
+        f"{name}={sizes[name]}"
+        for name, key in KEYS.items()
+        if name in sizes and not {key, f"model.presets.{name}"} & given
+    )
+    if values and command not in ANSWERING:  # these commands read few of them
         print_once(f"--model {shown(model)}: {positions} positions, so model.presets has {values}")
     return [
         "model=own",

@@ -44,6 +44,7 @@ BASELINES, ROUTERS = (
 # name -> module in trainer/methods/gate
 GATE_SCORES = {"gate": "attn_gate", "gate_question": "question"}
 SCORES = (*GATE_SCORES, *BASELINES)
+BLOCK_SIZE = 64  # tokens
 
 
 def _four_shares(shares: list[float]) -> list[float]:
@@ -107,10 +108,12 @@ class SelectConfig:
     dense_queries: TokensOrZero = key(
         "number of last tokens of a pass that read every block", default=0
     )
-    block_size: BlockSize = key("tokens per block, for scores other than the gate's", default=64)
+    block_size: BlockSize | None = key(
+        "tokens per block; null: 64, or those of the gate, which has no other", default=None
+    )
     key_block_size: BlockSize | None = key(
-        "keys per block, if they are fewer than its queries, for scores other than the gate's; "
-        "null: select.block_size",
+        "keys per block, if they are fewer than its queries; null: select.block_size, or those of "
+        "the gate, which has no other",
         default=None,
     )
     seed: Seed = key("seed of random scores", default=0)
@@ -147,8 +150,19 @@ class SelectConfig:
 
     @property
     def sizes(self) -> BlockSizes:
-        """The queries and keys of a block."""
-        return BlockSizes.configured("select", self.block_size, self.key_block_size)
+        """The queries and keys of a block, for scores other than a gate's."""
+        return BlockSizes.configured("select", self.block_size or BLOCK_SIZE, self.key_block_size)
+
+    def check_gate(self, sizes: BlockSizes) -> None:
+        """Raises UserError for a given size of blocks that is not that of a gate."""
+        for name, expected in sizes.arguments.items():
+            given = getattr(self, name)
+            require(
+                given in (None, expected),
+                f"select.{name}",
+                given,
+                f"the gate's blocks have {expected}; expected this size, or null",
+            )
 
     @property
     def by_gate(self) -> bool:

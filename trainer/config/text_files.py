@@ -6,7 +6,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import BufferedIOBase
 from pathlib import Path
@@ -29,8 +29,8 @@ def text_files(key: str, path: str) -> list[Path]:
 
     Hidden files in a folder are left out: copies and metadata of editors and systems. A glob's
     ``**``, like a folder, does not follow symbolic links, and its wildcards do not match hidden
-    names. Raises UserError: there is no text file, or it is a device or a pipe; the message names
-    ``key``.
+    names. Raises UserError: there is no text file, it is a device or a pipe, or a link leads to no
+    file; the message names ``key``.
     """
     where = f"{key}={shown(path)}"
     root = Path(os.path.expanduser(path))
@@ -41,19 +41,28 @@ def text_files(key: str, path: str) -> list[Path]:
             found = (
                 file for file in root.rglob("*") if not _is_hidden(file.relative_to(root).parts)
             )
-            files = sorted(file for file in found if file.is_file() and file_type(file) is not None)
+            files = _existing((file for file in found if file_type(file) is not None), key)
         elif (
             root.exists()
         ):  # checked before the glob, as a file name may contain its metacharacters
             files = [root]
             check_regular(root, where)
         else:
-            files = sorted(file for file in _glob(root) if file.is_file())
+            files = _existing(_glob(root), key)
     if not files:
         raise UserError(
             f"{where}: no such file, or no {', '.join(SUFFIXES)} ({', '.join(COMPRESSED)}) file "
             f"in it"
         )
+    return files
+
+
+def _existing(found: Iterable[Path], key: str) -> list[Path]:
+    """Returns the regular files of names that were found; raises UserError for a dangling link."""
+    files = sorted(file for file in found if file.is_file() or not file.exists())
+    for file in files:
+        if not file.exists():
+            raise UserError(f"{key}={shown(file)}: a link to a file that does not exist")
     return files
 
 

@@ -249,14 +249,21 @@ def _parquet_rows(content: bytearray, column: str, where: str) -> Iterator[str]:
             raise UserError(
                 f"data.column={column}: {where} has {kind} in this column, expected text"
             )
-        table = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content))
+        table = pyarrow.parquet.ParquetFile(
+            pyarrow.BufferReader(content), page_checksum_verification=True
+        )
         rows = (
             text
             for batch in table.iter_batches(PARQUET_ROWS, columns=[column])
             for text in batch.column(0)
         )
+        number = -1
         for number, text in enumerate(rows):
             yield _text_of({column: text.as_py()}, column, f"{where}, row {number}")
+        if number + 1 != table.metadata.num_rows:  # a page with another type is skipped
+            raise UserError(
+                f"{where}: damaged, {number + 1:,} of {table.metadata.num_rows:,} rows found"
+            )
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: a text that is not UTF-8") from error
     except (OSError, pyarrow.ArrowException) as error:

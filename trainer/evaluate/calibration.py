@@ -37,8 +37,10 @@ from msattn.trainer.methods.untrained.scores.a_shape import AShape, measure_span
 from msattn.trainer.models.families import check_length
 from msattn.trainer.models.loading import Described, Loaded
 from msattn.trainer.models.tap import LayerInputs, visit_layers
+from msattn.trainer.progress import Progress
 from msattn.trainer.storage.hashes import file_hash
 
+SCORING = 0.5  # dense passes that take as long as the scores of a method on a chunk, on a CPU
 # queries in the last eighth of a chunk: tokens are decoded at the end of a context
 SHARE_CHUNKS, SHARE_QUERIES = 2, 32
 # Relative difference from a share up to which a number of probes stands for it. At a quarter,
@@ -111,6 +113,16 @@ def is_needed(methods: Compared, cfg: EvalRunConfig) -> bool:
         each.scorer is None and _lacks(each) for each in methods.block_selections
     )
     return blocks or bool(cfg.all_keys and unknown) or bool(cfg.eval.key_shares and routings)
+
+
+def dense_passes(methods: Compared, cfg: EvalRunConfig) -> float:
+    """Returns the number of dense passes over a chunk that take about as long as the calibration,
+    if none is kept.
+    """
+    needy = sum(each.scorer is None and _lacks(each) for each in methods.block_selections)
+    blocks = CALIBRATION_CHUNKS * (1 + SCORING * needy) if needy and reads(cfg, "blocks") else 0
+    routed = is_needed(replace(methods, block_selections=[]), cfg)
+    return blocks + (KEY_CALIBRATION_CHUNKS if routed else 0)
 
 
 def calibration_chunks(
@@ -297,7 +309,9 @@ def measure_curves(
             if x.layer in routing.router.layers and x.layer not in routing.dense_layers:
                 curves.append(share_curve(x, routing))
 
-    visit_layers(loaded.model, measure, chunks)
+    what = "measuring the keys that numbers of probes read, chunks"
+    with Progress() as progress:
+        visit_layers(loaded.model, measure, progress.track(chunks, description=what))
     every_layer_dense = torch.ones(1, dtype=torch.float64)
     return [torch.stack(curves).mean(0).cpu() if curves else every_layer_dense for curves in found]
 

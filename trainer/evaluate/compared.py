@@ -360,6 +360,7 @@ def _block_selections(
     sizes = (gates[0][1].cfg if gates else cfg.select).sizes.arguments
     methods = []
     for path, gate in gates:
+        cfg.select.check_gate(gate.cfg.sizes)  # before the weights are read
         method = gate.scorer(cfg.select.scores).method.of(source=path.source)
         methods.append(ComparedSelection(method, cfg.select, gate))
         if cfg.select.policy == "calibrated" and not path.source:  # to compare the policies

@@ -18,13 +18,16 @@ from msattn.trainer.evaluate.report import compare, tables, verdict
 from msattn.trainer.evaluate.report.context import CPU_NOTE, context
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import lengths_of, prepare, record, task_module
+from msattn.trainer.progress import estimate
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import clean_up, replace_folder
+
+LEAST_CALIBRATED = 1024  # tokens of a chunk, where the user's own prompts are shorter
 
 if TYPE_CHECKING:
     from msattn.trainer.evaluate.compared import Compared
     from msattn.trainer.evaluate.job import Job
-    from msattn.trainer.models.loading import Described
+    from msattn.trainer.models.loading import Described, Loaded
 
 
 def evaluate(cfg: EvalRunConfig) -> Path:
@@ -51,19 +54,20 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     from msattn.trainer.progress import Progress
     from msattn.trainer.training.tracker import Tracker
 
-    if cfg.data.source is None and reads_data(cfg):
-        library = (
-            f"the source files of Python {version_info.major}.{version_info.minor}'s "
-            f"standard library"
-        )
+    if cfg.data.is_library and reads_data(cfg):
+        chosen = "" if cfg.data.source else "no text was chosen, so "
         print_once(
-            f"no text was chosen, so eval reads {library}; --data FILE_OR_FOLDER reads your own"
+            f"{chosen}eval reads source files of Python {version_info.major}.{version_info.minor}'s"
+            f" standard library; --data FILE_OR_FOLDER reads your own"
         )
     described = models.describe(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     check_texts(cfg)
     found = compared.find_compared(cfg, described)
     _check_sizes(cfg, described, found)
     prepared = prepare(cfg, described)
+    if cfg.eval.tasks == ["prompts"]:  # calibrated no longer than they are
+        longest = max(LEAST_CALIBRATED, *(ids.shape[1] for ids in prepared["prompts"]))
+        cfg = replace(cfg, data=replace(cfg.data, seq_len=min(cfg.data.seq_len, longest)))
     if calibration.is_needed(found, cfg):
         calibration.calibration_chunks(cfg, described, 1)
     loaded = described.load()
@@ -73,6 +77,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     kept = PartialRows(
         folder.with_name("eval.rows"), settings_of(cfg, loaded, found), resume=cfg.resume
     )
+    _print_estimate(cfg, loaded, found)
     found = calibration.calibrate_selections(found, cfg, loaded)
     calibration.calibrate_routers(found, cfg, loaded)
     found.notes.extend(calibration.unreachable_notes(found, cfg))
@@ -110,6 +115,27 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         tracker.table("results", report.flat(rows))
         tracker.summary(summary(rows, cfg.eval))
     return folder
+
+
+def _print_estimate(cfg: EvalRunConfig, loaded: "Loaded", found: "Compared") -> None:
+    """Prints how long the calibration and the tasks take on a CPU, as far as that is known, from
+    the time of a dense pass.
+    """
+    from msattn.trainer.evaluate import calibration
+    from msattn.trainer.models.timing import seconds_of_pass
+
+    tokens, lengths = {"calibration": calibration.dense_passes(found, cfg) * cfg.data.seq_len}, []
+    for task in cfg.eval.tasks:
+        section, samples = getattr(cfg.eval, task), record(task).samples
+        if samples is not None:
+            # routers decode after the dense pass
+            cases = len(found.prefill_cases(loaded.model, section.sparsities))
+            tokens[task] = samples(section) * cases * sum(lengths_of(section))
+            lengths += lengths_of(section)
+    tokens = {what: number for what, number in tokens.items() if number}
+    longest = max(lengths, default=cfg.data.seq_len)
+    if tokens and (seconds := seconds_of_pass(loaded.model, longest)) is not None:
+        estimate("eval", {what: seconds * number / longest for what, number in tokens.items()})
 
 
 def _run_tasks(job: "Job") -> Iterator[list[EvalRow]]:

@@ -63,6 +63,8 @@ class Task:
     timed : whether its score is a time or a rate, which says nothing about other machines.
     fits_positions : whether its lengths, with the new tokens of its key ``tokens``, may not exceed
         the model's positions.
+    samples : returns the prompts or chunks of each length, given its section, if each takes about
+        a pass of a method over it; None: the time of the task is not estimated.
     quality : how the verdict judges it; None: not at all.
     """
 
@@ -76,6 +78,7 @@ class Task:
     hidden: tuple[str, ...] = ()
     timed: bool = False
     fits_positions: bool = True
+    samples: Callable[[Any], int] | None = None
     quality: Quality | None = None
 
 

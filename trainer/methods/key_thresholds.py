@@ -20,7 +20,7 @@ from msattn.trainer.methods.buckets import Router, bucket_sizes
 from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.tap import visit_layers
-from msattn.trainer.progress import activity
+from msattn.trainer.progress import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -56,8 +56,9 @@ def calibrate_keys(
     def count(x: LayerInputs) -> None:
         counts.add_(key_histogram(router, x, min(recent, x.num_keys // 2), sink))
 
-    with activity("calibrating the thresholds of bucket densities"):
-        visit_layers(teacher, count, chunks, layers)
+    what = "calibrating the thresholds of bucket densities, chunks"
+    with Progress() as progress:
+        visit_layers(teacher, count, progress.track(list(chunks), description=what), layers)
     # over ranks: integers, so the order does not change the sum
     counts = cast(Tensor, reduce_over_ranks(counts, "sum"))
     if not counts.any():

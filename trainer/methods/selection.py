@@ -156,18 +156,16 @@ class Selection:
 def _scorer(cfg: SelectConfig, gate: Any) -> Scorer:
     if not cfg.by_gate:
         scorer = untrained_scorer(cfg.scores)
+        given = vars(cfg) | cfg.sizes.arguments
         return scorer(
-            **{
-                item.name: getattr(cfg, item.name)
-                for item in fields(scorer)
-                if hasattr(cfg, item.name)
-            }
+            **{item.name: given[item.name] for item in fields(scorer) if item.name in given}
         )
     if gate is None:
         raise UserError(
             f"select.scores={cfg.scores}: needs a gate artifact; run msattn train-gate, or choose "
             f"the scores of a baseline"
         )
+    cfg.check_gate(gate.cfg.sizes)
     return replace(gate.scorer(cfg.scores), last_block=cfg.last_block)
 
 

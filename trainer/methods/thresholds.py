@@ -45,7 +45,7 @@ from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, Candidates
 from msattn.trainer.models.families import num_layers
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.tap import visit_layers
-from msattn.trainer.progress import activity
+from msattn.trainer.progress import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -195,8 +195,9 @@ def calibrate_blocks(
             before = found.get((name, x.layer))
             found[name, x.layer] = added if before is None else before.plus(added)
 
-    with activity(f"calibrating the thresholds of {', '.join(scorers)}"):
-        visit_layers(teacher, count, chunks)
+    what = f"calibrating the thresholds of {', '.join(scorers)}, chunks"
+    with Progress() as progress:
+        visit_layers(teacher, count, progress.track(list(chunks), description=what))
     found = cast(dict, reduce_over_ranks(found, "sum"))  # over ranks
     layers = range(num_layers(teacher.config))
     tables = {}

@@ -243,6 +243,10 @@ def _refusal(metadata: Mapping[str, Any]) -> str | None:
         and not metadata.get("tokenizer.ggml.add_space_prefix", True)
     ):
         return "tokenizer.ggml.add_space_prefix=false: expected true with architecture llama"
+    tokens = metadata["tokenizer.ggml.tokens"]
+    for key in (ENDS[0], *TOKENS):  # others are no tokens of the tokenizer
+        if (token := metadata.get(key, 0)) not in range(tokens):
+            return f"{key}={token!s:.40}: expected 0 to {tokens - 1}, or no such key"
     return None
 
 

@@ -1,9 +1,9 @@
 """Timing of phases without device synchronization, of the tokens of ``generate``, and of dense
-baselines by backend.
+baselines by backend, and of a pass on the CPU.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,10 +11,30 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from msattn.trainer.models.tap import run_backbone
+from msattn.trainer.progress import activity
+
 SDPA_BACKENDS = {
     "cuda": {"cuDNN": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"},
     "cpu": {"SDPA": None},
 }
+
+
+def seconds_of_pass(
+    model: Any, tokens: int, run: Callable[[Any, Tensor], Any] = run_backbone
+) -> float | None:
+    """Returns how long a pass over a chunk takes on this machine's CPU; None on another device.
+
+    ``run`` gets the model and ids ``[1, tokens]``; by default it is a dense pass.
+    """
+    if model.device.type != "cpu":
+        return None
+    with activity("measuring the speed of this machine"), torch.no_grad():
+        ids = torch.arange(tokens)[None] % model.config.get_text_config().vocab_size
+        run_backbone(model, ids[:, :16])  # prepares libraries
+        began = time.perf_counter()
+        run(model, ids)
+        return time.perf_counter() - began
 
 
 class TokenClock(BaseStreamer):

@@ -69,9 +69,7 @@ def _hold(lock: FileLock, folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in NO_LOCKS:
             reason = f"{path.name}: {error.strerror}; {free_space(path)}"
-            raise UserError(
-                f"outputs={folder.parent}: the folder is not writable ({reason})"
-            ) from error
+            raise UserError(f"{folder.parent} is not writable ({reason})") from error
         print_once(
             f"warning: {folder}: the file system has no locks; run one job at a time in this folder"
         )

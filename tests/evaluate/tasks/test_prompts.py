@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from msattn.trainer import models
+from msattn.trainer.config import SelectConfig
 from msattn.trainer.config.evaluate import PromptsConfig
 from msattn.trainer.data.prompts import Prompt, read_prompts
 from msattn.trainer.errors import UserError
+from msattn.trainer.evaluate import calibration
 from msattn.trainer.evaluate.run import evaluate
 from msattn.trainer.evaluate.tasks.prompts import share_of_equal_tokens
 from msattn.trainer.models.chat import encode_prompt
@@ -52,6 +54,22 @@ def test_dense_and_sparse_answers(tmp_path: Path) -> None:
     assert sparse["extra"]["same_as_dense"] < 1
     page = (folder / "report.html").read_text(encoding="utf-8")
     assert "never &lt;said&gt;" in page
+
+
+def test_baselines_are_calibrated_at_the_length_of_the_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = PromptsConfig(write(tmp_path / "qa.jsonl", {"prompt": "one", "answer": "a"}))
+    cfg = config(tmp_path, "unused", tasks=["prompts"], baselines=["quest"], prompts=prompts)
+    data = replace(cfg.data, seq_len=4096)
+    select = SelectConfig("calibrated", block_size=16)
+    seen: list[int] = []
+    monkeypatch.setattr(
+        calibration, "calibration_chunks", lambda cfg, *_: seen.append(cfg.data.seq_len) or 1 / 0
+    )
+    with pytest.raises(ZeroDivisionError):
+        evaluate(replace(cfg, data=data, select=select))
+    assert seen == [1024]
 
 
 def test_files_and_their_mistakes(tmp_path: Path) -> None:

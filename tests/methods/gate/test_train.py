@@ -2,6 +2,7 @@
 resumption, failures.
 """
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 import msattn
-from msattn.trainer import artifacts, data, models
+from msattn.trainer import artifacts, data, models, progress
 from msattn.trainer.config import (
     BlockSizes,
     GateConfig,
@@ -49,7 +50,8 @@ from msattn.trainer.methods.gate import distillation, train
 class Recording(distillation.GateDistiller):
     seen = []
     def forward(self, input_ids):
-        self.seen.append(input_ids)
+        if torch.is_grad_enabled():  # not while the speed is measured
+            self.seen.append(input_ids)
         return super().forward(input_ids)
 
 train.PHASES["prefill"] = train.Gate, Recording, train.gate_recall
@@ -126,11 +128,17 @@ def test_recalls_are_those_of_the_weight_that_was_chosen(
     assert metrics["recall/gate@0.5"] != pytest.approx(found["recall/gate@0.5"], rel=1e-4)
 
 
-def test_gates_for_blocks_of_fewer_keys_than_queries(root: Path) -> None:
+def test_gates_for_blocks_of_fewer_keys_than_queries(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
     cfg = run_config(
         root, "granules", gate=GateConfig(block_size=32, key_block_size=16, mean_weight=0.5)
     )
     gate = Gate.load(train_gate(replace(cfg, data=replace(cfg.data, seq_len=224))))
+    duration = r"\d:\d\d"
+    parts = f"4 steps {duration}, calibration {duration}, "
+    assert re.search(f"train-gate takes about {duration} in all: {parts}", capsys.readouterr().err)
     assert gate.cfg.sizes == BlockSizes(32, 16)
     assert gate.thresholds is not None
     selection = Selection.from_config(SelectConfig("calibrated", scores="gate", sparsity=0.3), gate)

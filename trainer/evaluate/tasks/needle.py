@@ -364,5 +364,6 @@ TASK = Task(
     unit="prompts per row",
     columns=TOKENS | {"found": SHARE, "95 % interval": BOUNDS, "vs dense": RATIO},
     text="haystack",
+    samples=lambda section: section.samples * len(section.depths),
     quality=Quality("needles found", paired_answers),
 )

@@ -230,5 +230,6 @@ TASK = Task(
     reads=("blocks",),
     text="heldout",
     form="{:.3f}",
+    samples=lambda section: section.num_chunks,
     quality=above_dense("perplexity above dense"),
 )

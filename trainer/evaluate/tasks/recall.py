@@ -309,5 +309,6 @@ TASK = Task(
     unit="chunks",
     columns={"mass read": SHARE, "95 % interval": ("interval", "{:.1%}"), **ERROR},
     text="heldout",
+    samples=lambda section: section.num_chunks,
     hidden=("recall",),
 )

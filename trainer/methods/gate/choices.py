@@ -23,7 +23,7 @@ from msattn.trainer.errors import print_once
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.gate.attn_gate import MEAN_WEIGHT, TARGET, Gate, GateScores
 from msattn.trainer.methods.selection import Selection, selected_attention
-from msattn.trainer.methods.thresholds import calibrate_blocks, shortest_row
+from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, calibrate_blocks, shortest_row
 from msattn.trainer.methods.untrained.scores.oracle import Oracle
 from msattn.trainer.models.predictions import token_scores
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
@@ -44,6 +44,11 @@ def can_choose(tokens: int, gate: Gate) -> bool:
     """
     sizes = gate.cfg.sizes
     return tokens > sizes.keys * shortest_row(SPARSITIES[0], gate.always, sizes)
+
+
+def num_passes(scorers: int) -> int:
+    """Returns the number of passes over a chunk in which one of so many scorers is chosen."""
+    return CALIBRATION_CHUNKS + CHUNKS * (1 + scorers * len(SPARSITIES))
 
 
 def choose_target(

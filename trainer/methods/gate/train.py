@@ -15,7 +15,14 @@ from msattn.trainer.config.select import GATE_SCORES
 from msattn.trainer.errors import print_once
 from msattn.trainer.methods.buckets import decode_defaults, decode_window
 from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.gate.choices import can_choose, choose_mean_weight, choose_target
+from msattn.trainer.methods.gate.choices import (
+    TARGETS,
+    WEIGHTS,
+    can_choose,
+    choose_mean_weight,
+    choose_target,
+    num_passes,
+)
 from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller, decode_gate_recall
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import RECALL_SPARSITIES, GateDistiller, gate_recall
@@ -27,6 +34,8 @@ from msattn.trainer.methods.thresholds import (
     BlockThresholds,
     calibrate_blocks,
 )
+from msattn.trainer.models.timing import seconds_of_pass
+from msattn.trainer.progress import estimate
 from msattn.trainer.training.checkpoints import describe_last_checkpoint
 from msattn.trainer.training.distributed import init_process_state, rank_shard
 from msattn.trainer.training.loop import fit
@@ -70,11 +79,8 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     work = cfg.folder / "runs" / folder.name
     run_name = f"{cfg.model.name}-{folder.name}-{cfg.name}"
     with Tracker.of_job(cfg, "train-gate", folder=work, run_name=run_name) as tracker:
-        if (
-            isinstance(gate, Gate)
-            and cfg.gate.target is None
-            and can_choose(cfg.data.seq_len, gate)
-        ):
+        _print_estimate(cfg, gate, loaded.model, len(heldout))
+        if isinstance(gate, Gate) and _chooses(cfg, gate, "target"):
             choose_target(
                 gate, loaded.model, rank_shard(calibration, CALIBRATION_CHUNKS, each_rank=True)
             )
@@ -100,6 +106,36 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     return folder
 
 
+def _chooses(cfg: TrainGateConfig, gate: Gate, key: str) -> bool:
+    """Returns True if a setting is not given, and chosen by what it does to predictions."""
+    return getattr(cfg.gate, key) is None and can_choose(cfg.data.seq_len, gate)
+
+
+def _print_estimate(
+    cfg: TrainGateConfig, gate: Gate | DecodeGate, model: PreTrainedModel, num_heldout: int
+) -> None:
+    """Prints how long the whole job takes on a CPU, from a dense pass and one of training."""
+    _, distiller, _ = PHASES[cfg.gate.phase]
+    dense = seconds_of_pass(model, cfg.data.seq_len)
+    trained = seconds_of_pass(
+        model, cfg.data.seq_len, lambda model, ids: distiller(gate, model)(ids)
+    )
+    if dense is None or trained is None:
+        return
+    train, ranks = cfg.train, PartialState().num_processes
+    parts = {f"{train.steps} steps": train.steps * train.batch_size / ranks * trained}
+    if isinstance(gate, Gate) and _chooses(cfg, gate, "target"):
+        maps = CALIBRATION_CHUNKS * len(TARGETS) * (trained - dense)
+        parts["choosing gate.target"] = num_passes(len(TARGETS)) * dense + maps
+    if isinstance(gate, Gate) and _chooses(cfg, gate, "mean_weight"):
+        parts["choosing gate.mean_weight"] = num_passes(len(WEIGHTS)) * dense
+    evaluations = 1 + (train.steps // train.eval_every if train.eval_every else 0)
+    parts["calibration"] = CALIBRATION_CHUNKS * dense
+    parts["evaluation"] = num_heldout * evaluations * trained
+    if PartialState().is_main_process:
+        estimate("train-gate", parts)
+
+
 def _calibrate(
     cfg: TrainGateConfig, gate: Gate | DecodeGate, loaded: models.Loaded, chunks: data.Chunks
 ) -> None:
@@ -112,7 +148,7 @@ def _calibrate(
             gate, loaded.model, items, **decode_window(cfg.model.presets)
         )
         return
-    if cfg.gate.mean_weight is None and can_choose(cfg.data.seq_len, gate):
+    if _chooses(cfg, gate, "mean_weight"):
         choose_mean_weight(gate, loaded.model, items)
     gate.thresholds = gate_thresholds(gate, loaded.model, items)
 

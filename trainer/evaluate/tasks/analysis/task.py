@@ -58,7 +58,7 @@ def run(job: Job) -> list[EvalRow]:
     chunks = job.prepared["analysis"]
     window = partitions.window_of(cfg, methods)
     positions = query_positions(settings.length, window, settings.num_queries)
-    planes, mass = Planes(heads, cfg.seed), TopMass(cfg.select.block_size, heads)
+    planes, mass = Planes(heads, cfg.seed), TopMass(cfg.select.sizes.queries, heads)
     errors: dict[tuple[Method, Setting], MethodRecall] = defaultdict(
         partial(MethodRecall, routed=True)
     )

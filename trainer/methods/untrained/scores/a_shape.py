@@ -17,7 +17,7 @@ from msattn.trainer.methods.untrained.base import UntrainedScorer
 from msattn.trainer.models.families import num_heads, num_layers
 from msattn.trainer.models.layer_attention import LayerInputs, block_map
 from msattn.trainer.models.tap import run_tapped
-from msattn.trainer.progress import activity
+from msattn.trainer.progress import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,8 +96,9 @@ def measure_spans(
         counts[x.layer].index_add_(1, place, torch.ones_like(seen))
         return dense.out
 
-    with activity("measuring the spans of heads"):
-        run_tapped(teacher, dense_attention_with_sums, chunks)
+    with Progress() as progress:
+        tracked = progress.track(chunks, description="measuring the spans of heads, chunks")
+        run_tapped(teacher, dense_attention_with_sums, tracked)
     return AShape(*sizes, falling(sums / counts.clamp(min=1)))
 
 
