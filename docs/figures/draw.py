@@ -98,9 +98,7 @@ def draw_loss(axes: Axes, theme: Theme) -> None:
     """KL divergence from dense predictions against the share of the keys that is read, by rows x
     keys of a block.
     """
-    rows = [
-        row for row in rows_of("blocks") if (row["task"], row["length"]) == ("perplexity", "32768")
-    ]
+    rows = [row for row in rows_of("blocks") if row["text"] == "A"]
     for method, blocks, text, color, style, width, shift in (
         ("xattention", "64 x 64", "XAttention, 64 x 64", theme.peer, ":", 1.5, 5),
         ("mean_pool", "64 x 16", "mean pooling, 64 x 16", theme.peer, "--", 1.5, -4),

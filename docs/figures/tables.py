@@ -119,16 +119,9 @@ def at_equal_reading(share: str, sparsity: str, *, short: bool = False) -> Table
     return Table("qwen", f"blocks chosen by, {share} % of the keys read", lines, columns)
 
 
-def at_share(
-    task: str,
-    length: str,
-    head: str,
-    form: str,
-    *numbers: str,
-    shares: tuple[str, ...] = ("20", "10"),
-) -> list[Cell]:
+def at_share(task: str, length: str, head: str, form: str, *numbers: str) -> list[Cell]:
     """Returns a column for each share of the keys that is read; the first names the task."""
-    where = {"task": task, "length": length}
+    where, shares = {"task": task, "length": length}, ("20", "10")
     heads = (f"{x} %" if place else f"{head}, {x} % read" for place, x in enumerate(shares))
     return [
         Cell(text, form, *numbers, setting=f"{x} % of keys", **where)
@@ -136,35 +129,33 @@ def at_share(
     ]
 
 
+SELECTIONS = {  # of blocks, on the text on which answers were measured, too
+    f"{blocks}|{COMPARED_TITLES[method]}": {"text": "B", "blocks": blocks, "method": method}
+    for blocks in ("64 x 64", "64 x 16")
+    for method in ("gate_question", "gate", "mean_pool", "xattention", "minference")
+    if (blocks, method) != ("64 x 16", "minference")
+}
 TABLES = {
     "qwen-blocks": Table(
         "blocks",
         "blocks, queries x keys|chosen by",
-        {
-            f"{blocks}|{title}": {"blocks": blocks, "method": method}
-            for blocks in ("64 x 16", "64 x 64")
-            for method, title in COMPARED_TITLES.items()
-            if any((row["blocks"], row["method"]) == (blocks, method) for row in rows("blocks"))
-        },
+        SELECTIONS,
         [
-            *at_share(
-                "perplexity",
-                "32768",
-                "KL, 32,768 tokens",
-                ".3f",
-                "kl_divergence",
-                shares=("30", "20", "10"),
-            ),
+            *at_share("perplexity", "32768", "KL, 32,768 tokens", ".3f", "kl_divergence"),
             *at_share("perplexity", "32768", "perplexity over dense", ".3f", "ratio_to_dense"),
             *at_share("perplexity", "8192", "KL, 8,192 tokens", ".3f", "kl_divergence"),
+            *at_share("perplexity", "8192", "perplexity over dense", ".3f", "ratio_to_dense"),
+            *at_share("leval", "8192", "L-Eval, 8,192 tokens", ".3f", "ratio_to_dense"),
+        ],
+    ),
+    "qwen-answers": Table(
+        "blocks",
+        "blocks, queries x keys|chosen by",
+        SELECTIONS,
+        [
             *at_share("ruler", "8192", "RULER, 8,192 tokens (%)", ".1%", "score"),
-            *at_share(
-                "leval",
-                "8192",
-                "likelihood of L-Eval's answers over dense",
-                ".3f",
-                "ratio_to_dense",
-            ),
+            *at_share("ruler", "32768", "RULER, 32,768 tokens (%)", ".1%", "score"),
+            *at_share("leval", "32768", "L-Eval over dense", ".3f", "ratio_to_dense"),
         ],
     ),
     "qwen-20": at_equal_reading("20", "0.8"),
