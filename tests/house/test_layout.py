@@ -46,7 +46,6 @@ LEVELS = {
     "trainer.finetune": 11,
     "trainer.serving": 11,
     "trainer.evaluate": 13,
-    "trainer.recipes": 15,  # programs, which nothing imports
     "trainer.commands": 14,
     "trainer": 14,
     "cli": 15,
