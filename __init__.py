@@ -22,6 +22,8 @@ Public API, loaded on first use so that ``import msattn`` is fast and does not i
   ``msattn.BucketIndex`` (of ``msattn.build_bucket_index``) or ``msattn.ScoreMod``.
 """
 
+# ruff: noqa: F401 (names for type checkers)
+
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -34,14 +36,14 @@ if TYPE_CHECKING:
     from msattn.kernels.bucket_decode import bucket_decode
     from msattn.kernels.bucket_mass import bucket_mass
     from msattn.kernels.common.bucket_index import build_bucket_index
-    from msattn.kernels.conv_attention import conv_attention
-    from msattn.kernels.conv_decode import conv_decode
     from msattn.kernels.flash_decode import flash_decode
     from msattn.kernels.gate_blocks import gate_blocks
     from msattn.kernels.gate_scores import gate_scores
-    from msattn.kernels.head_mix_attention import head_mix_attention
     from msattn.kernels.maxpool_attention import maxpool_attention
     from msattn.kernels.merge_states import merge_states
+    from msattn.kernels.multi_token.conv_attention import conv_attention
+    from msattn.kernels.multi_token.conv_decode import conv_decode
+    from msattn.kernels.multi_token.head_mix_attention import head_mix_attention
     from msattn.kernels.multiscale_attention import multiscale_attention
     from msattn.kernels.nearest_centroid import nearest_centroid
     from msattn.kernels.paged import (
@@ -54,9 +56,9 @@ if TYPE_CHECKING:
     from msattn.kernels.probe_buckets import probe_buckets
     from msattn.kernels.types import BucketIndex, PagedKeys, ScoreMod
     from msattn.trainer.config import SelectConfig
+    from msattn.trainer.config.policies import TopK
     from msattn.trainer.errors import ModelWarning, UserError
     from msattn.trainer.methods.blocks import aligned_blocks, normalize_rows
-    from msattn.trainer.methods.policies import TopK
     from msattn.trainer.methods.selection import Selection
     from msattn.trainer.methods.thresholds import calibrate_blocks
     from msattn.trainer.methods.untrained.base import UntrainedScorer
@@ -70,7 +72,7 @@ _OTHERS = {
     "msattn.trainer.config": ("SelectConfig",),
     "msattn.trainer.errors": ("ModelWarning", "UserError"),
     "msattn.trainer.methods.blocks": ("aligned_blocks", "normalize_rows"),
-    "msattn.trainer.methods.policies": ("TopK",),
+    "msattn.trainer.config.policies": ("TopK",),
     "msattn.trainer.methods.selection": ("Selection",),
     "msattn.trainer.methods.thresholds": ("calibrate_blocks",),
     "msattn.trainer.methods.untrained.base": ("UntrainedScorer",),
@@ -80,19 +82,7 @@ _OTHERS = {
 }
 _MODULES = {name: operation.module for name, operation in OPERATIONS.items()}
 _MODULES |= {name: module for module, names in _OTHERS.items() for name in names}
-__all__ = [
-    "EMBEDDED", "BucketIndex", "ModelWarning", "PagedKeys", "ScoreMod", "SelectConfig", "Selection",
-    "TopK",
-    "UntrainedScorer", "UserError", "__version__", "aligned_blocks", "attach", "best_blocks",
-    "block_sparse_attention",
-    "bucket_decode", "bucket_mass", "build_bucket_index", "calibrate_blocks", "conv_attention",
-    "conv_decode", "disable",
-    "enable", "enabled", "flash_decode", "gate_blocks", "gate_scores", "head_mix_attention", "load",
-    "maxpool_attention", "merge_states",
-    "multiscale_attention", "nearest_centroid", "normalize_rows", "paged_block_sparse_attention",
-    "paged_bucket_decode",
-    "paged_bucket_sizes", "paged_flash_decode", "pool_blocks", "probe_buckets", "register",
-]  # fmt: skip
+__all__ = sorted(["__version__", *_MODULES])
 
 
 def __getattr__(name: str) -> object:

@@ -8,11 +8,12 @@ import atexit
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
+from msattn.trainer.commands.jobs import COMMANDS, Command
 from msattn.trainer.signals import end_at_once, end_silently, handle, handled
 
 with handled(end_at_once):
@@ -175,38 +176,7 @@ def _run(
             launch(command, given, config_dir=config_dir, multirun=multirun, **arguments)
 
 
-def _add_job(command: str, purpose: str) -> None:
-    """Adds a command that reads a model and text."""
-
-    @app.command(command, cls=ConfiguredCommand, help=purpose)
-    def job(
-        overrides: Overrides = None,
-        model: Model = None,
-        data: Data = None,
-        config_dir: ConfigDir = None,
-        cfg: Cfg = None,
-        multirun: Multirun = False,
-    ) -> None:
-        _run(command, overrides, config_dir, cfg, multirun, model, data)
-
-
-for _command, _purpose in {
-    "train-gate": "Train gates, which select key blocks for prompts. A gate scores each pair of "
-    "blocks (SeerAttention).",
-    "fit-kmeans": "Cluster keys into buckets with spherical k-means. Each key/value head has its "
-    "own buckets.",
-    "train-qmodel": "Train query classifiers, which select buckets. A new token reads only some "
-    "buckets of keys (SAAP).",
-    "finetune": "Train all weights of a model with sparse attention. Uses long text and gates, or "
-    "dense attention.",
-    "eval": "Measure artifacts; write a verdict, tables and figures. Compares them with "
-    "training-free baselines.",
-}.items():
-    _add_job(_command, _purpose)
-
-
-@app.command("generate", cls=ConfiguredCommand)
-def generate(
+def _generate(
     overrides: Overrides = None,
     prompt: Annotated[
         str | None, typer.Option(help="Text of the prompt.", show_default=False)
@@ -225,7 +195,6 @@ def generate(
     cfg: Cfg = None,
     multirun: Multirun = False,
 ) -> None:
-    """Answer a prompt with dense and with sparse attention, or chat."""
     from msattn.trainer.commands.own import read_prompt
     from msattn.trainer.errors import UserError
 
@@ -237,8 +206,7 @@ def generate(
     _run("generate", overrides, config_dir, cfg, multirun, model, prompt=text, chat=chat)
 
 
-@app.command("serve", cls=ConfiguredCommand)
-def serve(
+def _serve(
     overrides: Overrides = None,
     model: Model = None,
     host: Annotated[
@@ -256,36 +224,36 @@ def serve(
     config_dir: ConfigDir = None,
     cfg: Cfg = None,
 ) -> None:
-    """Serve a model over HTTP with sparse attention. The API is OpenAI's; Ctrl-C lets running
-    requests finish.
-    """
     _run("serve", overrides, config_dir, cfg, False, model, host=host, port=port, api_key=api_key)
 
 
-@app.command("train-mta", cls=ConfiguredCommand)
-def train_mta(
-    overrides: Overrides = None,
-    config_dir: ConfigDir = None,
-    cfg: Cfg = None,
-    multirun: Multirun = False,
-) -> None:
-    """Train a small model with multi-token attention. Starts from random weights, on a retrieval
-    task.
-    """
-    _run("train-mta", overrides, config_dir, cfg, multirun)
+def _job(command: Command) -> Callable[..., None]:
+    """Returns the function of a command whose only options are those that several commands have."""
+
+    def reading_text(
+        overrides: Overrides = None,
+        model: Model = None,
+        data: Data = None,
+        config_dir: ConfigDir = None,
+        cfg: Cfg = None,
+        multirun: Multirun = False,
+    ) -> None:
+        _run(command.name, overrides, config_dir, cfg, multirun, model, data)
+
+    def job(
+        overrides: Overrides = None,
+        config_dir: ConfigDir = None,
+        cfg: Cfg = None,
+        multirun: Multirun = False,
+    ) -> None:
+        _run(command.name, overrides, config_dir, cfg, multirun)
+
+    return reading_text if command.reads_text else job
 
 
-@app.command("bench", cls=ConfiguredCommand)
-def bench(
-    overrides: Overrides = None,
-    config_dir: ConfigDir = None,
-    cfg: Cfg = None,
-    multirun: Multirun = False,
-) -> None:
-    """Time an operation and competing implementations. Checks the operation against its reference
-    first.
-    """
-    _run("bench", overrides, config_dir, cfg, multirun)
+for _command in COMMANDS.values():
+    _function = {"generate": _generate, "serve": _serve}.get(_command.name) or _job(_command)
+    app.command(_command.name, cls=ConfiguredCommand, help=_command.help)(_function)
 
 
 @app.command("demo")

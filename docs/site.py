@@ -7,14 +7,12 @@ chooses. Pages of the reference are made from the package: its public functions,
 command line.
 """
 
-import inspect
 import posixpath
 import re
 import shlex
 import shutil
 from collections.abc import Collection, Iterable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -165,22 +163,7 @@ def help_pages(title: str, command: str, topics: Iterable[str]) -> str:
 
 
 class Runtime(griffe.Extension):
-    """Docstrings without Sphinx roles, and with the options that functions get at run time."""
-
-    def on_function_instance(self, *, func: griffe.Function, **_: Any) -> None:
-        if any("takes(" in str(decorator.value) for decorator in func.decorators):
-            function = getattr(import_module(func.parent.path), func.name)
-            func.docstring.value = inspect.getdoc(function)
-            func.parameters = griffe.Parameters(
-                *(
-                    griffe.Parameter(
-                        name,
-                        kind=griffe.ParameterKind(each.kind.description),
-                        default=default(each),
-                    )
-                    for name, each in inspect.signature(function).parameters.items()
-                )
-            )
+    """Docstrings without Sphinx roles."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if not obj.docstring:
@@ -202,7 +185,3 @@ class Runtime(griffe.Extension):
                 # has them
                 each.value = None
         vars(obj.docstring)["parsed"] = sections
-
-
-def default(parameter: inspect.Parameter) -> str | None:
-    return None if parameter.default is parameter.empty else repr(parameter.default)

@@ -14,11 +14,11 @@ import math
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common.best_of_row import MAX_COLUMNS, best_of_row, row_options
 from msattn.kernels.common.checks import check_device, resolve_backend
 from msattn.kernels.common.primitives import LOG2_E, tl, triton
 from msattn.kernels.common.registration import register_op
+from msattn.kernels.reference import best_blocks as reference
 from msattn.kernels.types import Backend
 
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common.bucket_checks import (
     check_counts,
     check_dense_window,
@@ -51,6 +50,7 @@ from msattn.kernels.common.primitives import (
 from msattn.kernels.common.registration import USE_NO_GRAD, empty_decoding, register_op
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.common.splits import merge_splits, one_wave_splits
+from msattn.kernels.reference import bucket_decode as reference
 from msattn.kernels.types import Backend, BucketIndex, SparseAttention
 
 MAX_SPLITS = 128

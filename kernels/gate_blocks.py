@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common import gate_rows
 from msattn.kernels.common.block_bits import num_words
 from msattn.kernels.common.checks import check_device
 from msattn.kernels.common.gate_checks import check_gate
 from msattn.kernels.common.gate_rows import Choice, Gate
 from msattn.kernels.common.registration import register_op
+from msattn.kernels.reference import gate_blocks as reference
 from msattn.kernels.types import Backend
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common import gate_rows
 from msattn.kernels.common.checks import statistics_dtype
 from msattn.kernels.common.gate_checks import check_gate
 from msattn.kernels.common.gate_rows import Gate
 from msattn.kernels.common.registration import register_op
+from msattn.kernels.reference import gate_scores as reference
 from msattn.kernels.types import Backend
 
 

@@ -22,7 +22,6 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common.block_checks import BLOCK_SIZES, resolve_key_block_size
 from msattn.kernels.common.checks import (
     check_layout,
@@ -55,6 +54,7 @@ from msattn.kernels.common.primitives import (
 )
 from msattn.kernels.common.registration import USE_NO_GRAD, empty_attention, register_op
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
+from msattn.kernels.reference import maxpool_attention as reference
 from msattn.kernels.types import Backend, MaxPoolAttention, Pool
 
 

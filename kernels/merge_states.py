@@ -8,10 +8,10 @@ Layouts: ``outs [S, B, H, N, D]``, ``lses [S, B, H, N]``. A program owns ROWS of
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common.checks import FLOATS, check_tensor, resolve_backend, statistics_dtype
 from msattn.kernels.common.primitives import padded_head, tl, triton
 from msattn.kernels.common.registration import USE_NO_GRAD, register_op
+from msattn.kernels.reference import merge_states as reference
 from msattn.kernels.types import Backend, SparseAttention
 
 

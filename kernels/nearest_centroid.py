@@ -18,7 +18,6 @@ Tiles: BM keys, BC centroids or buckets, BD head size. Prefixes: b_ tile, o_ off
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common.bucket_checks import check_num_buckets
 from msattn.kernels.common.checks import (
     check_device,
@@ -30,6 +29,7 @@ from msattn.kernels.common.checks import (
 from msattn.kernels.common.primitives import num_sms, padded_head, tl, triton, tuned_tile
 from msattn.kernels.common.registration import USE_NO_GRAD, register_op
 from msattn.kernels.common.splits import one_wave_splits
+from msattn.kernels.reference import nearest_centroid as reference
 from msattn.kernels.types import Backend, BucketSums, NearestCentroid
 
 

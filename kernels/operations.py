@@ -1,11 +1,11 @@
 """Registry of operations.
 
-The public API, bench, configuration, tests and documentation checks read it.
-``msattn.kernels.<name>``, or the folder that the operation shares with others, exports the function
-``<name>``, and ``msattn.kernels.reference`` the same in plain PyTorch. This module imports nothing
-of msattn, so that the command line can list operations at once.
+The public API, bench, configuration, tests and documentation checks read it. An operation's
+``module`` exports the function ``<name>``, and its ``reference`` the same in plain PyTorch. This
+module imports nothing of msattn, so that the command line can list operations at once.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 
@@ -17,28 +17,39 @@ class Operation(NamedTuple):
     name: str
     differentiable: bool = False
     softcap: bool = False
-    folder: str | None = None  # folder of several operations
+    folder: str | None = None  # room of several operations, whose modules leave its name out
 
     @property
     def module(self) -> str:
         """Dotted name of the module that exports the function."""
-        return f"msattn.kernels.{self.folder or self.name}"
+        if self.folder is None:
+            return f"msattn.kernels.{self.name}"
+        return f"msattn.kernels.{self.folder}.{self.name.removeprefix(f'{self.folder}_')}"
+
+    @property
+    def reference(self) -> str:
+        """Dotted name of the module with the same function in plain PyTorch."""
+        if self.folder == "paged":
+            return "msattn.kernels.reference.paged"
+        room, _, module = self.module.rpartition(".")
+        return f"{room}.reference.{module}"
 
 
+_multi_token = partial(Operation, folder="multi_token")
 _ALL = (
     Operation("maxpool_attention", softcap=True),
     Operation("block_sparse_attention", differentiable=True, softcap=True),
     Operation("paged_block_sparse_attention", softcap=True, folder="paged"),
     Operation("multiscale_attention", differentiable=True, softcap=True),
-    Operation("conv_attention", differentiable=True),
-    Operation("head_mix_attention", differentiable=True),
+    _multi_token("conv_attention", differentiable=True),
+    _multi_token("head_mix_attention", differentiable=True),
     Operation("bucket_decode", softcap=True),
     Operation("probe_buckets"),
     Operation("flash_decode", softcap=True),  # as a score_mod
     Operation("paged_bucket_decode", softcap=True, folder="paged"),
     Operation("paged_bucket_sizes", folder="paged"),
     Operation("paged_flash_decode", softcap=True, folder="paged"),
-    Operation("conv_decode"),
+    _multi_token("conv_decode"),
     Operation("bucket_mass", softcap=True),
     Operation("merge_states"),
     Operation("nearest_centroid"),

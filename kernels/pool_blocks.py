@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common.block_checks import check_block_size, check_poolings, check_rotated
 from msattn.kernels.common.block_pooling import empty_result, launch
 from msattn.kernels.common.checks import check_device, check_tokens, resolve_backend
 from msattn.kernels.common.registration import USE_NO_GRAD, register_op
+from msattn.kernels.reference import pool_blocks as reference
 from msattn.kernels.types import Backend
 
 

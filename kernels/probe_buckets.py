@@ -27,7 +27,6 @@ import math
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common.checks import check_qkv, check_tensor, resolve_backend
 from msattn.kernels.common.densities import SMALLEST_SUM
 from msattn.kernels.common.primitives import (
@@ -41,6 +40,7 @@ from msattn.kernels.common.primitives import (
     triton,
 )
 from msattn.kernels.common.registration import register_op
+from msattn.kernels.reference import probe_buckets as reference
 from msattn.kernels.types import Backend
 
 LOG2_E_, SMALLEST_SUM_ = tl.constexpr(LOG2_E), tl.constexpr(SMALLEST_SUM)

@@ -4,6 +4,7 @@ seed.
 
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
@@ -18,6 +19,8 @@ if not torch.cuda.is_available():
 
 import pytest
 
+# programs there import each other, as those of docs/figures do
+sys.path.append(str(Path(__file__).parents[1] / "docs/experiments"))
 INTERPRETED_CASES = 3  # of a test of agreement with a reference that `make test` runs without a GPU
 
 NO_MODEL = "needs SmolLM2"  # begins the reason of tests that are skipped without it

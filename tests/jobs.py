@@ -142,7 +142,11 @@ class LaunchedJob(Job):
 
     def _start(self, call: list[str], processes: int) -> None:
         # where msattn is not installed, they hold it
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [
+            str(ROOT),
+            str(ROOT / "docs/experiments"),
+            *filter(None, [os.environ.get("PYTHONPATH")]),
+        ]
         torchrun = (
             ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
             if processes > 1

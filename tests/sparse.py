@@ -11,12 +11,12 @@ from transformers import DynamicCache
 
 from msattn.trainer import artifacts
 from msattn.trainer.config import GateConfig, SelectConfig
+from msattn.trainer.config.policies import TopK
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.families import head_dim, num_kv_heads, served_layers
 from msattn.trainer.models.identity import fingerprint

@@ -10,11 +10,11 @@ import torch
 
 import msattn
 from msattn.trainer.config import SelectConfig
+from msattn.trainer.config.policies import TopK
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.scores.mean_pool import MeanPool
 from msattn.trainer.serving.attach import attach, load

@@ -1,4 +1,4 @@
-"""Exit codes and lines of the programs that ``python -m`` runs, and of a full disk."""
+"""Exit codes and lines of the programs in docs/experiments, and of a full disk."""
 
 import os
 import runpy
@@ -17,6 +17,7 @@ from msattn.trainer.errors import (
     UserError,
     run_program,
 )
+from tests.house.modules import ROOT
 from tests.running import exit_code
 
 
@@ -78,16 +79,16 @@ def test_a_closed_output_ends_a_program_without_a_line(
 
 
 @pytest.mark.parametrize(
-    ("module", "arguments", "line"),
+    ("program", "arguments", "line"),
     [
         (
-            "recipes.overlap",
+            "overlap",
             ["/nowhere", "--heldout", "/nowhere"],
             "msattn: --heldout=/nowhere: no such file",
         ),
-        ("recipes.gate_cost", ["gate.loss=mze"], "msattn: gate.loss=mze: "),
+        ("gate_cost", ["gate.loss=mze"], "msattn: gate.loss=mze: "),
         (
-            "recipes.embedded_model",
+            "embedded_model",
             [
                 "--device",
                 "tpu",
@@ -96,30 +97,28 @@ def test_a_closed_output_ends_a_program_without_a_line(
             "msattn: --device=tpu: ",
         ),
         (
-            "recipes.realised_sparsity",
+            "realised_sparsity",
             ["eval.ruler.lenghts=[1]"],
             "msattn: unknown key eval.ruler.lenghts",
         ),
         (
-            "recipes.tensor_parallel",
+            "tensor_parallel",
             ["model.path=/nowhere", "device=cpu"],
             "msattn: model.path=/nowhere: ",
         ),
-        ("recipes.recalibrate_gate", ["/nowhere"], "msattn: artifact /nowhere: no such folder"),
-        ("recipes.vllm_speed", ["model", "--msattn", "{"], "msattn: --msattn {: no JSON"),
+        ("vllm_speed", ["model", "--msattn", "{"], "msattn: --msattn {: no JSON"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")
 def test_each_program_reports_a_mistake_in_one_line(
-    module: str,
+    program: str,
     arguments: list[str],
     line: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
     with pytest.raises(SystemExit) as stopped:
-        runpy.run_module(f"msattn.trainer.{module}", run_name="__main__")
+        runpy.run_path(str(ROOT / f"docs/experiments/{program}.py"), run_name="__main__")
     assert stopped.value.code == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(line)

@@ -1,7 +1,6 @@
 """Exception classes with one-line messages, and functions that report them and end the process."""
 
 import errno
-import io
 import logging
 import os
 import shutil
@@ -66,6 +65,17 @@ def first_line(error: BaseException) -> str:
     return lines[0].rstrip(" .:") if lines else type(error).__name__
 
 
+@contextmanager
+def library_errors(where: str) -> Iterator[None]:
+    """Raises UserError, ``where`` with the reason in parentheses, for any exception of a library
+    that reads a file of the user: libraries raise many kinds.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{where} ({first_line(error)})") from error
+
+
 def write_error(
     path: Path, error: BaseException, kept: str = "", *, resumes: bool = True
 ) -> UserError:
@@ -97,7 +107,7 @@ def disk_error(error: Exception, folder: Path, *, resumes: bool) -> UserError | 
     """
     if not isinstance(error, OSError):
         return None
-    if (found := output_error()) is not None:
+    if (found := output_error(failed=error.filename is None)) is not None:
         return found
     path = Path(error.filename) if isinstance(error.filename, str) else folder
     if error.errno in (*NO_SPACE, errno.EROFS):
@@ -107,51 +117,28 @@ def disk_error(error: Exception, folder: Path, *, resumes: bool) -> UserError | 
     return None
 
 
-class _Output(io.FileIO):
-    """Standard output that keeps the error of its last failed write, after which its buffers may be
-    empty.
+def output_error(failed: bool = False) -> UserError | OutputClosed | None:
+    """Returns an error if standard output cannot be written. After a write that ``failed``, which
+    may have left nothing in the buffer, an empty line is tried.
     """
-
-    error: OSError | None = None
-
-    def write(self, content: Any, /) -> int:
-        try:
-            return super().write(content)
-        except OSError as error:
-            self.error = error
-            raise
-
-
-def output_error() -> UserError | OutputClosed | None:
-    """Returns an error if standard output cannot be written."""
-    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     try:
+        if failed:
+            sys.stdout.write("\n")
         sys.stdout.flush()
-        error = raw.error if isinstance(raw, _Output) else None
-    except OSError as failed:
-        error = failed
-    if error is None:
-        return None
-    if isinstance(error, BrokenPipeError):
+    except BrokenPipeError:
         return OutputClosed()
-    return UserError(f"standard output cannot be written ({error.strerror})")
+    except OSError as error:
+        return UserError(f"standard output cannot be written ({error.strerror})")
+    return None
 
 
 @contextmanager
 def named_output_errors() -> Iterator[None]:
     """Raises UserError or OutputClosed if standard output cannot be written."""
-    stream = sys.stdout
-    if type(stream) is io.TextIOWrapper and isinstance(
-        stream.buffer, io.BufferedWriter | io.FileIO
-    ):
-        buffer = io.BufferedWriter(_Output(stream.fileno(), "w", closefd=False))
-        lines = stream.line_buffering or stream.write_through  # the latter with PYTHONUNBUFFERED
-        # until the process ends
-        sys.stdout = io.TextIOWrapper(buffer, stream.encoding, stream.errors, line_buffering=lines)
     try:
         yield
     except OSError as error:
-        if (found := output_error()) is None:
+        if (found := output_error(failed=error.filename is None)) is None:
             raise
         raise found from error
     if (found := output_error()) is not None:

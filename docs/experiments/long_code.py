@@ -43,6 +43,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from comparison import POLICIES, Part, methods_of, parts_of, with_differences
 
 from msattn.trainer import artifacts, models
 from msattn.trainer.commands.compose import compose
@@ -60,7 +61,6 @@ from msattn.trainer.evaluate.tasks.leval import Asked, as_row, paired_likelihood
 from msattn.trainer.methods.base import DENSE
 from msattn.trainer.models.chat import around_prompt
 from msattn.trainer.progress import Progress
-from msattn.trainer.recipes.comparison import POLICIES, Part, methods_of, parts_of, with_differences
 from msattn.trainer.storage.replace import write_table
 
 HEADER = re.compile(r"(?m)^(?=# ===== [\w.-]+/[\w.-]+: .* =====$)")

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.best_blocks import best_blocks
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.common import gate_rows
@@ -27,6 +26,7 @@ from msattn.kernels.common.block_bits import unpack_blocks
 from msattn.kernels.gate_blocks import gate_blocks
 from msattn.kernels.gate_scores import gate_scores
 from msattn.kernels.pool_blocks import pool_blocks
+from msattn.kernels.reference.gate_blocks import gate_blocks as reference_blocks
 
 HEADS, KV_HEADS, BLOCK, SHARE, FLOOR = 32, 8, 64, 0.1, 0.5
 LIMIT = ("counts", "threshold", "exponent", "edge_exponent", "above")
@@ -163,7 +163,7 @@ def differing(problem: Problem) -> tuple[float, float]:
     visible, _ = masks(part)
     got, wanted = (
         unpack_blocks(found, blocks)
-        for found in (part.select(), reference.gate_blocks(**part.gate, **part.choice))
+        for found in (part.select(), reference_blocks(**part.gate, **part.choice))
     )
     seen = visible.sum().item() * got.shape[1]
     return (got ^ wanted).sum().item() / seen, got.sum().item() / seen

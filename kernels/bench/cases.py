@@ -3,16 +3,17 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.bench import eager
 from msattn.kernels.bench.rows import Work
 from msattn.kernels.bench.timing import Call, graphed
+from msattn.kernels.operations import OPERATIONS
 from msattn.kernels.testing import assert_within_budget
 
 # maps the tensors of a layer to a tensor, or to a tuple that begins with the output
@@ -100,7 +101,7 @@ def forms_of(module: ModuleType, name: str, **options: Any) -> Forms:
     """Returns the forms of the operation ``name`` of a module, all with the same options; a
     reference may be the eager form.
     """
-    exact = getattr(reference, name)
+    exact = getattr(import_module(OPERATIONS[name].reference), name)
     return Forms(
         *(
             partial(form, **options)

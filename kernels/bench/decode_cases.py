@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
 from msattn.kernels.bench.cases import BenchCase, Forms, Function, Layer, Options, Peer, forms_of
 from msattn.kernels.bench.prefill_cases import PAGE_SIZES, conv_weight
 from msattn.kernels.bench.rows import Shape, Work
 from msattn.kernels.common.bucket_index import build_bucket_index
+from msattn.kernels.reference.bucket_decode import bucket_decode as bucket_decode_reference
+from msattn.kernels.reference.flash_decode import flash_decode as flash_decode_reference
 from msattn.kernels.testing import random_pages
 from msattn.kernels.types import PagedKeys
 
@@ -58,7 +59,7 @@ def _flash_forms(cap: float | None, *, causal: bool, **options: Any) -> Forms:
 
     options |= {"causal": causal, "score_mod": None if cap is None else softcap(cap)}
     plain = partial(eager.flash_decode, causal=causal, softcap=cap)
-    return Forms(partial(op, **options), partial(reference.flash_decode, **options), plain)
+    return Forms(partial(op, **options), partial(flash_decode_reference, **options), plain)
 
 
 def _dense_problems(
@@ -252,7 +253,7 @@ def _routed(shape: Shape, problem: _BucketProblem) -> BenchCase:
 
     forms = Forms(
         decode,
-        lambda *layer: reference.bucket_decode(*layer[:5], **window),
+        lambda *layer: bucket_decode_reference(*layer[:5], **window),
         lambda *layer: eager.bucket_decode(*layer[:5], **window),
     )
     layers = [with_classifiers(*layer) for layer in problem.layers]
@@ -269,7 +270,7 @@ def _routed(shape: Shape, problem: _BucketProblem) -> BenchCase:
 
 def conv_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields a case per convolution kernel size: one new query and the ones before it."""
-    from msattn.kernels import conv_decode as op
+    from msattn.kernels.multi_token import conv_decode as op
 
     forms, dense = forms_of(op, "conv_decode"), _work(shape, 1, shape.length)
     scores = shape.batch * shape.q_heads * shape.length

@@ -14,10 +14,10 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
 from msattn.kernels.bench.cases import BenchCase, Forms, Function, Layer, Options, Peer, forms_of
 from msattn.kernels.bench.rows import BLOCK, SMALL, Shape, Work
+from msattn.kernels.reference import block_sparse_attention as reference
 from msattn.kernels.testing import random_block_mask, random_pages
 from msattn.kernels.types import PagedKeys
 
@@ -175,7 +175,7 @@ def _block_sparse_peer(
 
 def conv_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields a case per convolution kernel size."""
-    from msattn.kernels.conv_attention import operation as op
+    from msattn.kernels.multi_token.conv_attention import operation as op
 
     for c_q, c_k in options.kernels:
         weight = conv_weight(shape, c_q, c_k)
@@ -186,7 +186,7 @@ def conv_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
 def head_mix_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields one case, in which the scores of all query heads are mixed."""
-    from msattn.kernels.head_mix_attention import operation as op
+    from msattn.kernels.multi_token.head_mix_attention import operation as op
 
     noise = torch.randn(
         (shape.q_heads, shape.q_heads), generator=shape.generator(), device=shape.device

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.bench import eager, peers
 from msattn.kernels.bench.cases import BenchCase, Forms, Function, Options, forms_of
 from msattn.kernels.bench.rows import BLOCK, SMALL, Shape, Work
+from msattn.kernels.reference.best_blocks import block_softmax
+from msattn.kernels.reference.pool_blocks import pool_blocks as pool_blocks_reference
 
 
 def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
@@ -76,7 +77,7 @@ def _gate_case(
         "mean_weight": 0.5 * size**-0.5,
     }
     layers: list[tuple[Tensor, ...]] = [(q, k, query_weight, key_weight)]
-    pools = pooling.pool_blocks, reference.pool_blocks, reference.pool_blocks
+    pools = pooling.pool_blocks, pool_blocks_reference, pool_blocks_reference
     cols, projected = -(-shape.length // keys), shape.batch * heads
     moved = 2 * (q.numel() + k.numel()) * shape.dtype.itemsize + result_bytes
     work = Work(2 * size * projected * (size * (blocks + 2 * cols) + blocks * cols), moved)
@@ -132,7 +133,7 @@ def best_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
     for sparsity in sorted(options.sparsities, reverse=True):
         counts = (visible.sum(-1, keepdim=True) * (1 - sparsity)).round().int()
         layers: list[tuple[Tensor, ...]] = [
-            (reference.block_softmax(logits, visible), counts, visible, diagonal)
+            (block_softmax(logits, visible), counts, visible, diagonal)
         ]
         work, setting = (
             Work(visible_blocks, 4 * visible_blocks + logits.numel()),

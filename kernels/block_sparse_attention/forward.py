@@ -18,7 +18,6 @@ blocks first, so that only the last tiles need a mask.
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.block_sparse_attention import backward
 from msattn.kernels.common.block_checks import check_block_mask, resolve_key_block_size
 from msattn.kernels.common.block_lists import (
@@ -55,6 +54,7 @@ from msattn.kernels.common.primitives import (
 )
 from msattn.kernels.common.registration import register_attention
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
+from msattn.kernels.reference import block_sparse_attention as reference
 from msattn.kernels.types import Backend, SparseAttention
 
 
@@ -185,6 +185,8 @@ _operator, _backward_operator = register_attention(
     backward.launch,
     reference.block_sparse_attention,
     reference.block_sparse_attention_backward,
+    differentiable=("q", "k", "v"),
+    saved=("q", "k", "v", "block_mask", "kv_start", "out", "lse"),
 )
 
 

@@ -22,7 +22,6 @@ key/value head of a sequence).
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.bucket_mass.finalize import (
     INTEGER_RANGE,
     load_rows,
@@ -54,6 +53,7 @@ from msattn.kernels.common.primitives import (
 from msattn.kernels.common.registration import USE_NO_GRAD, register_op
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.common.splits import choose_splits
+from msattn.kernels.reference import bucket_mass as reference
 from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, BucketMass
 

@@ -5,7 +5,7 @@ Values that tensors hold (``kv_start``, zoom levels, probes) are checked only by
 where reading them is free. Every check raises ValueError with the name of the argument, its value
 and what is expected. Checks that a family of operations shares are in
 :mod:`~msattn.kernels.common.block_checks`, :mod:`~msattn.kernels.common.bucket_checks`,
-:mod:`~msattn.kernels.common.paged_checks` and :mod:`~msattn.kernels.common.mta_checks`; those of a
+:mod:`~msattn.kernels.common.paged_checks` and ``msattn.kernels.multi_token.checks``; those of a
 single operation stand in its public function.
 """
 

@@ -32,7 +32,7 @@ from msattn.kernels.common.primitives import (
 )
 
 SLAB_BYTES = 2**29
-ROWS = 64  # of a tile of the projection
+ROWS: int = 64  # of a tile of the projection
 CHUNK = 32  # pooled channels per step of the projection
 # log2 of the largest element of a vector after its division, so that the second of two fp16 numbers
 # is rarely denormal and the first never overflows

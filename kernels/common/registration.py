@@ -2,14 +2,12 @@
 
 An operation supplies the function that launches its kernels, its reference, and a function that
 makes empty results. Those of differentiable attention also supply a backward pass, which is an
-operator of its own: sparse attention takes a block map and accepts the gradients of ``out`` and
-``lse``, weighted attention takes a weight that mixes scores and accepts that of ``out`` alone, as
-its LSE stays inside.
+operator of its own, and the names of what it needs.
 """
 
 from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,23 +70,25 @@ def register_attention(
     launch_backward: Callable[..., Any],
     reference: Callable[..., Any],
     reference_backward: Callable[..., Any],
+    *,
+    differentiable: Sequence[str],
+    saved: Sequence[str],
 ) -> tuple[Operator, Operator]:
     """Registers differentiable attention and its backward pass, the operator
     ``msattn::<name>_backward``.
 
-    The arguments of attention are q, k, v, a block map or weight, ``kv_start``, and options. The
-    backward pass takes the gradient of ``out``, that of ``lse`` if it has a parameter ``dlse``, the
-    first four arguments, the results, ``kv_start`` and the options. It returns the gradients of the
-    first three arguments, or of four.
+    ``launch`` returns ``out`` and ``lse``; ``saved`` are the tensors among its parameters and these
+    results that the backward pass needs. Parameters of ``launch_backward`` have the names of those
+    of ``launch``, or are ``out``, ``lse``, ``dout`` and ``dlse``. It returns the gradients of the
+    ``differentiable`` parameters.
     """
-    of_backward = signature(launch_backward)
-    first, count = (
-        list(of_backward.parameters).index("q"),
-        len(get_args(of_backward.return_annotation)),
+    names, names_of_backward = (
+        [*signature(function).parameters, "backend"] for function in (launch, launch_backward)
     )
 
     def empty_gradients(*arguments):
-        return tuple(torch.empty_like(x) for x in arguments[first : first + count])
+        given = dict(zip(names_of_backward, arguments, strict=True))
+        return tuple(torch.empty_like(given[x]) for x in differentiable)
 
     operator = register_op(name, launch, reference, empty_attention)
     backward_operator = register_op(
@@ -96,13 +96,17 @@ def register_attention(
     )
 
     def save(ctx, inputs, output):
-        *tensors, kv_start = inputs[:5]
-        ctx.options = inputs[5:]
-        ctx.save_for_backward(*tensors, *output, kv_start)
+        given = dict(zip(names, inputs, strict=True))
+        tensors = given | {"out": output[0], "lse": output[1]}
+        ctx.save_for_backward(*(tensors[x] for x in saved))
+        ctx.options = {x: value for x, value in given.items() if x not in saved}
 
-    def backward(ctx, *gradients):
-        gradients = backward_operator(*gradients[:first], *ctx.saved_tensors, *ctx.options)
-        return *gradients, *[None] * (5 + len(ctx.options) - count)
+    def backward(ctx, dout, dlse):
+        tensors = dict(zip(saved, ctx.saved_tensors, strict=True))
+        given = {"dout": dout, "dlse": dlse, **tensors, **ctx.options}
+        results = backward_operator(*(given[x] for x in names_of_backward))
+        gradients = dict(zip(differentiable, results, strict=True))
+        return tuple(gradients.get(x) for x in names)
 
     operator.register_autograd(backward, setup_context=save)
     return operator, backward_operator

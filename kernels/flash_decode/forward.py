@@ -11,7 +11,6 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common.checks import (
     check_device,
     check_per_sequence,
@@ -23,6 +22,7 @@ from msattn.kernels.common.checks import (
 from msattn.kernels.common.dense_decode import launch
 from msattn.kernels.common.registration import USE_NO_GRAD, empty_decoding
 from msattn.kernels.flash_decode.score_mod import built_in
+from msattn.kernels.reference import flash_decode as reference
 from msattn.kernels.types import Backend, ScoreMod, SparseAttention, Variant
 
 

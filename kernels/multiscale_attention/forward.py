@@ -30,7 +30,6 @@ queries and BN keys, a whole block or an even part of one, or BP means.
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common.block_checks import check_zoom
 from msattn.kernels.common.checks import (
     check_layout,
@@ -68,6 +67,7 @@ from msattn.kernels.multiscale_attention.levels import (
     pool_means,
 )
 from msattn.kernels.multiscale_attention.lists import find_row_list, row_lists
+from msattn.kernels.reference import multiscale_attention as reference
 from msattn.kernels.types import Backend, SparseAttention
 
 
@@ -190,6 +190,8 @@ _operator, _backward_operator = register_attention(
     backward.launch,
     reference.multiscale_attention,
     reference.multiscale_attention_backward,
+    differentiable=("q", "k", "v"),
+    saved=("q", "k", "v", "zoom", "kv_start", "out", "lse"),
 )
 
 

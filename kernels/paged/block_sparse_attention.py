@@ -16,7 +16,6 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common.block_checks import (
     check_map_shape,
     mask_layout,
@@ -59,6 +58,7 @@ from msattn.kernels.common.primitives import (
 )
 from msattn.kernels.common.registration import USE_NO_GRAD, empty_attention, on_pages, register_op
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
+from msattn.kernels.reference import paged as reference
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
 
 

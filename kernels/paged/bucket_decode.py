@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common.bucket_checks import (
     check_counts,
     check_dense_window,
@@ -57,6 +56,7 @@ from msattn.kernels.common.primitives import (
 from msattn.kernels.common.registration import USE_NO_GRAD, empty_decoding, on_pages, register_op
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
 from msattn.kernels.common.splits import merge_splits, one_wave_splits
+from msattn.kernels.reference import paged as reference
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
 
 MAX_SPLITS = 128

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common.checks import check_tensor, resolve_backend
 from msattn.kernels.common.paged_checks import MAX_BUCKETS, check_table
 from msattn.kernels.common.paged_tiles import load_pages
 from msattn.kernels.common.primitives import tl, triton
 from msattn.kernels.common.registration import register_op
+from msattn.kernels.reference import paged as reference
 from msattn.kernels.types import Backend
 
 SPAN = 4096  # positions of a program

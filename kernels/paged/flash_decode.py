@@ -5,12 +5,12 @@ The kernels are those of :mod:`msattn.kernels.common.dense_decode`, in their var
 
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common import dense_decode
 from msattn.kernels.common.checks import resolve_backend, resolve_scale, resolve_softcap
 from msattn.kernels.common.paged_checks import check_paged_decode
 from msattn.kernels.common.registration import USE_NO_GRAD, empty_decoding, on_pages, register_op
 from msattn.kernels.common.softcap import softcap_mod
+from msattn.kernels.reference import paged as reference
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
 
 

@@ -1,6 +1,4 @@
-"""References of ``flash_decode``, both variants, one part of the keys at a time, and of
-``merge_states``.
-"""
+"""Reference of ``flash_decode``, both variants, one part of the keys at a time."""
 
 import math
 
@@ -83,11 +81,3 @@ def _positions(name: str, x: Tensor | None, default: int, k: Tensor) -> list[int
     if not all(0 <= position <= k.shape[2] for position in positions):
         raise ValueError(f"{name}={positions}: expected positions in the cache, 0 to {k.shape[2]}")
     return positions
-
-
-def merge_states(outs: Tensor, lses: Tensor) -> SparseAttention:
-    """Reference of :func:`msattn.kernels.merge_states.merge_states`."""
-    lse = lses.logsumexp(0)
-    weights = (lses - lse.masked_fill(lse == -math.inf, 0)).exp()[..., None]
-    out = (outs.to(lses.dtype) * weights).masked_fill(weights == 0, 0).sum(0)
-    return SparseAttention(out.to(outs.dtype), lse)

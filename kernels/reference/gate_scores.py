@@ -1,14 +1,10 @@
-"""References of ``gate_scores`` and ``gate_blocks``."""
-
-import math
-from typing import Any
+"""Reference of ``gate_scores``."""
 
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.block_bits import pack_blocks
 from msattn.kernels.common.checks import first_query, statistics_dtype
-from msattn.kernels.reference.best_blocks import best_blocks, block_softmax
+from msattn.kernels.reference.best_blocks import block_softmax
 from msattn.kernels.reference.pool_blocks import pool_blocks
 
 
@@ -33,7 +29,7 @@ def gate_scores(
 ) -> Tensor:
     """Reference of :func:`msattn.kernels.gate_scores.gate_scores`."""
     num_queries, (_, hidden, k_width) = q.shape[2], key_weight.shape
-    start, rows, visible = _blocks(q, num_keys, block_size, key_block_size, kv_start)
+    start, rows, visible = row_blocks(q, num_keys, block_size, key_block_size, kv_start)
     cols = torch.arange(0, num_keys, key_block_size or block_size, device=q.device)[None]
     key_weight = key_weight.unflatten(0, (pooled_k.shape[1], -1))
     gate_k = torch.einsum("bhtp,hgop->bhgto", pooled_k[..., :k_width], key_weight).flatten(1, 2)
@@ -85,30 +81,7 @@ def gate_scores(
     return scores.where(~is_last[:, None, :, None], scores.maximum(largest.amax(2, keepdim=True)))
 
 
-def gate_blocks(
-    q: Tensor,
-    *tensors: Tensor | None,
-    counts: Tensor,
-    local: Tensor,
-    sink_blocks: int = 0,
-    threshold: float = math.inf,
-    exponent: float = 0.0,
-    edge_exponent: float = 0.0,
-    above: float = 0.0,
-    **gate: Any,
-) -> Tensor:
-    """Reference of :func:`msattn.kernels.gate_blocks.gate_blocks`."""
-    scores = gate_scores(q, *tensors, **gate)  # type: ignore[arg-type]
-    sizes = gate.get("block_size", 64), gate.get("key_block_size")
-    *_, visible = _blocks(q, gate["num_keys"], *sizes, gate.get("kv_start"))
-    visible = visible[:, None]
-    cols = torch.arange(scores.shape[3], device=scores.device)
-    always = visible & ((cols < sink_blocks) | (cols >= local))
-    limit = threshold, exponent, edge_exponent, above
-    return pack_blocks(best_blocks(scores, counts, visible, always, *limit))
-
-
-def _blocks(
+def row_blocks(
     q: Tensor,
     num_keys: int,
     block_size: int,

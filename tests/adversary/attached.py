@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 import msattn
 from msattn.trainer.config import GateConfig
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.replacement import NotCopied
-from msattn.trainer.serving.cache.install import install_layers
 from tests.factory import left_padded, random_partition, random_tokens, tiny_config, tiny_model
 
 BLOCK, BUCKETS, LAYERS, VOCABULARY, LENGTH = 16, 6, 2, 128, 40
@@ -137,39 +136,3 @@ def with_id(number: int, row: int, column: int) -> Callable[[Tensor], Tensor]:
         return ids
 
     return changed
-
-
-def cache_of(
-    make: str,
-    *,
-    layers: int = 2,
-    batch: int = 2,
-    heads: int = 2,
-    size: int = 16,
-    dtype: torch.dtype = torch.float32,
-    lengths: tuple[int, ...] = (),
-    values: slice = slice(None),
-    device: str = "cpu",
-) -> Any:
-    """Returns a cache of random keys and values."""
-    config = tiny_config(
-        num_hidden_layers=layers,
-        num_attention_heads=4 * heads,
-        num_key_value_heads=heads,
-        head_dim=size,
-    )
-    found: Any = (
-        StaticCache(config=config, max_cache_len=3 * LENGTH)
-        if make == "static"
-        else DynamicCache(config=config)
-    )
-    for layer in range(layers):
-        length = lengths[layer] if lengths else LENGTH
-        drawn = torch.randn(
-            2, batch, heads, length, size, generator=torch.Generator().manual_seed(layer)
-        ).to(device, dtype)
-        if length:
-            found.update(drawn[0], drawn[1][:, :, values], layer)
-    if make == "taken over":
-        install_layers(found, ROUTER, num_layers=layers, routed=ROUTER.layers)
-    return found

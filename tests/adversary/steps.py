@@ -11,7 +11,6 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
-from msattn.trainer.storage import replace
 from tests.running import wait_until
 
 # audit events; opening a file to write is one, too
@@ -97,7 +96,7 @@ def on_each_change(action: Callable[[int], None]) -> None:
     """Calls ``action`` with 0, 1, ... before each change of a folder or file by this process, until
     it ends.
 
-    The exchange of two folders and the sync of a file count as well.
+    The sync of a file counts as well.
     """
     count = 0
 
@@ -113,7 +112,6 @@ def on_each_change(action: Callable[[int], None]) -> None:
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *arguments: (step(), call(*arguments))[1]
 
-    replace._rename_exchange = counted(replace._rename_exchange)
     os.fsync = counted(os.fsync)
     sys.addaudithook(before)
 

@@ -1,20 +1,12 @@
-"""Hostile arguments of attach and enable, keys of a selection, calls out of order, and paths of
-artifacts.
-"""
+"""Hostile arguments of attach and enable."""
 
-import copy
 import math
-import pickle
-import random
-import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from itertools import product
 from numbers import Integral, Real
-from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -23,11 +15,11 @@ from torch import Tensor
 from torch.nn import Module
 
 import msattn
+from msattn.trainer.config.policies import TopK
 from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
-from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.scores.quest import Quest
 from tests.adversary.attached import (
@@ -37,16 +29,14 @@ from tests.adversary.attached import (
     LAYERS,
     ROUTED,
     ROUTER,
-    SCORES,
     SELECTED,
     attached,
-    check_restored,
     gate,
     logits,
     same,
 )
 from tests.adversary.tries import Tries, spread
-from tests.factory import random_partition, random_tokens, tiny_model
+from tests.factory import random_partition, tiny_model
 from tests.methods.gate.random_gates import random_decode_gate
 
 NUMBERS = (-1, 0, 1, 0.5, 2.5, 2**31, 10**30, math.nan, math.inf)
@@ -217,88 +207,3 @@ def test_models(tries: Tries) -> None:
     }
     for name, call in spread(values, calls):
         tries.python(f"{call}: {name}", partial(calls[call], values[name]))
-
-
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "copy": copy.deepcopy,
-    "shallow copy": copy.copy,
-    "pickle": pickle.dumps,
-}
-STEPS = ("enter", "leave", "enable", "disable", "run", *COPIES, "compile", "tokens", "wrong")
-
-
-def test_calls_out_of_order(tries: Tries) -> None:
-    """Random sequences of calls: attach and enable exclude each other, and results are sparse
-    exactly while attached.
-    """
-    base, ids = tiny_model(), random_tokens(1, 200)
-
-    def run() -> Tensor:
-        with torch.no_grad():
-            return base(ids).logits
-
-    results = {False: run(), True: attached({"select": SCORES}, lambda _: run(), base)}
-    for seed in range(10):
-        steps, context, enabled = random.Random(seed).choices(STEPS, k=8), None, False
-        for number, step in enumerate(steps):
-            case, on = f"{' '.join(steps[:number])} | {step}", context is not None or enabled
-            if step in ("enter", "enable", "wrong"):
-                entering = msattn.attach(base, select=SCORES)
-                calls: dict[str, Callable[[], Any]] = {
-                    "enter": entering.__enter__,
-                    "enable": lambda: msattn.enable(base, select=SCORES),
-                    "wrong": lambda: msattn.enable(base, select=SCORES, probes=2),
-                }
-                possible = not on and step != "wrong"
-                tries.python(case, calls[step], lambda sparse: True, accepted=possible)
-                if possible:
-                    context, enabled = (entering, False) if step == "enter" else (None, True)
-            elif step == "disable":
-                off = partial(msattn.disable, base)
-                tries.python(case, off, lambda nothing: True, accepted=enabled)
-                enabled = False
-            elif step == "leave":
-                if context is not None:
-                    context.__exit__(None, None, None)
-                    context = None
-            elif step in COPIES:
-                twin = partial(COPIES[step], base)
-                tries.python(case, twin, lambda found: True, accepted=not on)
-            else:
-                tries.python(
-                    case, run, lambda found, on=on: torch.equal(found, results[on]), accepted=True
-                )
-        if context is not None:
-            context.__exit__(None, None, None)
-        if enabled:
-            msattn.disable(base)
-        check_restored(base)
-
-
-def test_threads_that_attach_at_once(tries: Tries) -> None:
-    """Exactly one of several threads attaches the model, the others are refused, and it is restored
-    afterwards.
-    """
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for case in range(3):
-            base, start, done = tiny_model(), Barrier(4), Barrier(4)
-
-            def attach(base: Any = base, start: Barrier = start, done: Barrier = done) -> str:
-                start.wait()
-                try:
-                    with msattn.attach(base, select=SCORES):
-                        done.wait()
-                        return "attached"
-                except msattn.UserError:
-                    done.wait()
-                    return "refused"
-
-            with ThreadPoolExecutor(4) as pool:
-                ends = sorted(future.result() for future in [pool.submit(attach) for _ in range(4)])
-            fault = None if ends == ["attached", "refused", "refused", "refused"] else str(ends)
-            tries.record(f"threads, round {case}", fault)
-            check_restored(base)
-    finally:
-        sys.setswitchinterval(interval)

@@ -1,17 +1,16 @@
-"""Hostile tensors, caches and arguments of passes and of ``generate`` of an attached model."""
+"""Hostile tensors of passes, and conversations that leave and enter attach."""
 
 import copy
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, partial
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import DynamicCache
 
 from tests.adversary.attached import (
     EVERY_BLOCK,
@@ -23,7 +22,6 @@ from tests.adversary.attached import (
     Inputs,
     alone,
     attached,
-    cache_of,
     inputs_of,
     model,
     run,
@@ -31,7 +29,7 @@ from tests.adversary.attached import (
     with_id,
 )
 from tests.adversary.tries import Tries, spread
-from tests.factory import random_partition, random_tokens, tiny_config
+from tests.factory import random_partition, random_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -185,72 +183,6 @@ def test_tensors_of_a_pass(tries: Tries, steps: Callable[[str], None]) -> None:
         tries.python(f"{phase}: {name} {label}", call, right, refusal=ValueError)
 
 
-DEVIATIONS: list[dict[str, Any]] = [
-    {}, {"layers": 0}, {"layers": 1}, {"layers": 3}, {"batch": 0}, {"batch": 1}, {"batch": 3},
-    {"heads": 1}, {"heads": 4},
-    {"size": 8}, {"size": 32}, {"dtype": torch.bfloat16}, {"dtype": torch.int64},
-    {"lengths": (0, LENGTH)},
-    {"lengths": (LENGTH, LENGTH - 1)}, {"lengths": (0, 0)}, {"values": slice(0, LENGTH - 1)},
-    {"device": "meta"},
-]  # fmt: skip
-MAKES = ("dynamic", "static", "taken over")
-
-
-OBJECTS: dict[str, Callable[[], Any]] = {
-    "list": list,
-    "tuple of tensors": lambda: tuple((torch.zeros(2, 2, LENGTH, 16),) * 2 for _ in range(2)),
-    "string": lambda: "cache",
-    "dict": dict,
-    "layer": lambda: cache_of("dynamic").layers[0],
-    "encoder and decoder": lambda: EncoderDecoderCache(cache_of("dynamic"), cache_of("dynamic")),
-    "offloaded": lambda: DynamicCache(config=tiny_config(), offloading=True),
-    "sliding": lambda: DynamicCache(config=tiny_config("mistral", sliding_window=8)),
-    "no layers": DynamicCache,
-    "short": lambda: StaticCache(config=tiny_config(), max_cache_len=LENGTH),
-    "early": lambda: early(4),
-    "layers that are None": lambda: with_layers([None, None]),
-}
-
-
-def early(batch: int) -> Any:
-    """Returns an empty static cache whose memory is for ``batch`` sequences."""
-    found = StaticCache(config=tiny_config(), max_cache_len=3 * LENGTH)
-    found.early_initialization(batch, 2, 16, torch.float32, torch.device("cpu"))
-    return found
-
-
-def with_layers(layers: list[Any]) -> Any:
-    found = DynamicCache()
-    found.layers = layers
-    return found
-
-
-def test_caches(tries: Tries, steps: Callable[[str], None]) -> None:
-    """Caches of other models, batches and types, unequal layers, and objects that are no caches."""
-    makers: dict[str, Callable[[], Any]] = dict(OBJECTS)
-    for make, deviation in product(MAKES, DEVIATIONS):
-        makers[f"{make} {deviation}"] = partial(cache_of, make, **deviation)
-    for name, phase in spread(makers, ("chunk", "token", "step", "token")):
-        try:
-            held, copied = makers[name](), makers[name]()
-        except Exception:
-            continue
-        if name == "static {'device': 'meta'}":
-            continue  # the length of a static cache is a tensor, which has no value there
-        steps(phase)
-        ids = inputs_of(phase)["input_ids"]
-        # shapes do not matter
-        copied = (
-            DynamicCache() if alone(lambda _, past=copied: past.get_seq_length()) == 0 else copied
-        )
-        expected = alone(partial(run, inputs={"input_ids": ids, "past_key_values": copied}))
-        call = partial(
-            attached, EVERYTHING, partial(run, inputs={"input_ids": ids, "past_key_values": held})
-        )
-        right = lambda found, e=expected: e is not None and same(found, e)  # noqa: E731
-        tries.python(f"{phase}: {name}", call, right, refusal=ValueError)  # also the kernels'
-
-
 CONTEXTS: dict[str, dict[str, Any] | None] = {
     "dense": None,
     "blocks": EVERY_BLOCK,
@@ -323,40 +255,3 @@ def test_one_cache_in_several_contexts(tries: Tries, steps: Callable[[str], None
         accepted = False if expected is None else None if mixed else True
         call = partial(conversation, turns, sparse=True)
         tries.python(turns, call, right, accepted=accepted, refusal=ValueError)  # the edits' own
-
-
-SETTINGS: list[dict[str, Any]] = [
-    *({"cache_implementation": each} for each in ("static", "dynamic")),
-    {"num_beams": 2},
-    {"num_beams": 2, "num_return_sequences": 2},
-    {"max_new_tokens": 1},
-    {"max_length": 1},
-    {"use_cache": False},
-    {"output_attentions": True, "return_dict_in_generate": True},
-    {"prefill_chunk_size": 7},
-    {"prefill_chunk_size": 7, "cache_implementation": "static"},
-    {"guidance_scale": 2.0},
-]
-
-
-def generated(base: Any, setting: Mapping[str, Any]) -> Tensor:
-    ids = random_tokens(2, LENGTH, seed=3)
-    given = {
-        "attention_mask": torch.ones_like(ids),
-        "max_new_tokens": 4,
-        "do_sample": False,
-        **setting,
-    }
-    found: Any = base.generate(ids, **given)
-    return found if isinstance(found, Tensor) else found.sequences
-
-
-def test_generate(tries: Tries, steps: Callable[[str], None]) -> None:
-    """The tokens of the model alone, or a refusal; drafts, which serve one row, are tried in
-    tests/serving.
-    """
-    for setting, phase in spread(SETTINGS, PHASES):
-        steps(phase)
-        expected = alone(partial(generated, setting=setting))
-        call = partial(attached, EVERYTHING, partial(generated, setting=setting))
-        tries.python(setting, call, lambda found, expected=expected: torch.equal(found, expected))

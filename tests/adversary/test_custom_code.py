@@ -23,12 +23,10 @@ from tests.adversary.model_folders import (
     CONFIG,
     GENERATION,
     SETTINGS,
-    VOCABULARY,
     WEIGHTS,
     Damage,
     Models,
     attempt,
-    edit,
     edited,
 )
 from tests.adversary.tries import Tries, spread
@@ -140,9 +138,7 @@ def test_modules(tries: Tries, models: Models) -> None:
 
 
 def test_pickles(tries: Tries, models: Models) -> None:
-    """As the weights, among them, as a part that an index names, and in files that nothing
-    names.
-    """
+    """As the weights, among them, and as a part that an index names."""
     for place, (payload, protocol) in spread(
         [*PLACES, *PLACES], zip(PAYLOADS, (0, 2, 4), strict=True)
     ):
@@ -182,42 +178,11 @@ def as_safetensors(at: Path, payload: Payload, protocol: int) -> None:
     (at / WEIGHTS).write_bytes(pickle.dumps(payload, protocol))
 
 
-def in_other_files(at: Path, payload: Payload, protocol: int) -> None:
-    names = (
-        "training_args.bin",
-        "optimizer.pt",
-        "adapter_model.bin",
-        "rng_state.pth",
-        "tokenizer.pkl",
-        "other.bin",
-    )
-    for name in (*names, "pytorch_model.bin", "tf_model.h5", "flax_model.msgpack"):
-        (at / name).write_bytes(pickle.dumps(payload, protocol))
-
-
-def in_an_adapter(at: Path, payload: Payload, protocol: int) -> None:
-    (at / "adapter_model.bin").write_bytes(pickle.dumps(payload, protocol))
-    edit(at / "adapter_config.json", ("peft_type",), "LORA")
-    edit(
-        at / "adapter_config.json",
-        ("auto_mapping",),
-        {"base_model_class": "Own", "parent_library": "own"},
-    )
-
-
-def as_vocabulary(at: Path, payload: Payload, protocol: int) -> None:
-    (at / VOCABULARY).unlink()
-    (at / "tokenizer.model").write_bytes(pickle.dumps(payload, protocol))
-
-
 PLACES = {
     "the weights": alone,
     "the weights of one name": among_weights,
     "a part": in_a_part,
     "safetensors": as_safetensors,
-    "other files": in_other_files,
-    "an adapter": in_an_adapter,
-    "the tokenizer": as_vocabulary,
 }
 
 

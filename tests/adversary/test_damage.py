@@ -2,7 +2,6 @@
 runs.
 """
 
-import json
 import shutil
 import signal
 from dataclasses import replace
@@ -14,9 +13,9 @@ import pytest
 import torch
 
 from msattn.trainer.errors import Terminated
-from msattn.trainer.storage.parts import SETTINGS, FinishedParts
-from tests.adversary.damage import BYTES, REMOVED, VALUES, damage_bytes, drawn, places, with_value
-from tests.adversary.tries import Tries, spread
+from msattn.trainer.storage.parts import FinishedParts
+from tests.adversary.damage import BYTES, damage_bytes, drawn
+from tests.adversary.tries import Tries
 from tests.training.line import TRAIN as LONGER
 from tests.training.line import Line, run, same_weights
 
@@ -135,34 +134,3 @@ def test_damaged_parts_count_as_missing(tries: Tries, tmp_path: Path) -> None:
 
         opened = partial(FinishedParts, folder, settings, resume=True)
         tries.python(f"{name} {how}", opened, partial(intact, damaged=target), accepted=True)
-
-
-def test_damaged_settings(tries: Tries, tmp_path: Path) -> None:
-    """Other settings are refused by ``resume``, and otherwise remove the parts."""
-    settings = {"seed": 0, "data": ["a", "b"], "model": {"id": "toy", "layers": 2}}
-    changes = [
-        with_value(settings, place, value) for value, place in spread(VALUES, places(settings))
-    ]
-    changes += [with_value(settings, place, REMOVED) for place in places(settings)]
-    texts = [json.dumps(changed) for changed in changes if changed != settings]
-    texts += [
-        "",
-        "{",
-        "[]",
-        "null",
-        "NaN",
-        "\0",
-        "[" * 100_000,
-        '{"a":' * 50_000,
-        '{"seed": ' + "9" * 9999 + "}",
-    ]
-    for number, (content, resume) in enumerate(spread(texts, (False, True))):
-        folder = tmp_path / str(number)
-        FinishedParts(folder, settings, resume=False).save("part", {"x": torch.zeros(2)})
-        (folder / SETTINGS).write_text(content)
-        opened = partial(FinishedParts, folder, settings, resume=resume)
-        tries.python(f"{content:.60} resume={resume}", opened, without_parts, accepted=not resume)
-
-
-def without_parts(opened: FinishedParts) -> bool:
-    return "part" not in opened

@@ -1,6 +1,4 @@
-"""Ctrl-C, SIGTERM and lost data workers at random moments: exit codes 130 and 143, one line, and a
-run that can be resumed.
-"""
+"""Ctrl-C and SIGTERM at random moments, and output that nobody reads: exit codes and one line."""
 
 import os
 import random
@@ -9,23 +7,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 
 from msattn import cli
-from msattn.trainer.commands.jobs import Command
 from msattn.trainer.signals import end_at_once, handle, raised
 from tests.adversary.commands import COMMANDS
 from tests.adversary.steps import Child, replace_stream
 from tests.adversary.tries import Tries, last_lines, spread
 from tests.running import wait_until
-from tests.training.line import TRAIN, Line, run, same_weights
 
 HELP = {
     "help": ["help"],
@@ -46,28 +38,6 @@ def output_fault(code: int, expected: set[int], output: str) -> str | None:
     if len(lines) != (code != 0):
         return f"exit code {code} with {len(lines)} lines: {output[-500:]}"
     return None
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an uninterrupted run."""
-    folder = tmp_path_factory.mktemp("whole")
-    run(Line(folder / "seen"), folder)
-    return folder
-
-
-@pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch, here: Path) -> Path:
-    """The folder of a short training that takes the place of the job of ``msattn train-gate``."""
-
-    def train(self: Command, cfg: Any, arguments: dict[str, Any]) -> None:
-        train = replace(TRAIN, num_workers=cfg.train.num_workers)
-        run(Line(folder / "seen", pause=0.0005), folder, train, resume=cfg.resume)
-
-    folder = here / "job"
-    folder.mkdir()
-    monkeypatch.setattr(Command, "run", train)
-    return folder
 
 
 def started(
@@ -91,39 +61,6 @@ def started(
     child = Child(command, folder / "output")
     assert wait_until((folder / "ready").exists)
     return child
-
-
-def train_gate(job: Path, *overrides: str) -> Child:
-    return started(job, "train-gate", "tracker=none", *overrides)
-
-
-def resumed_fault(job: Path, whole: Path) -> str | None:
-    """Resumes the run of ``job`` to its end; says whether its weights differ from those of an
-    uninterrupted run.
-    """
-    run(Line(job / "seen"), job, resume=True)
-    return None if same_weights(job, whole) else "the resumed run has other weights"
-
-
-@pytest.mark.slow
-def test_a_data_worker_is_killed(tries: Tries, job: Path, whole: Path) -> None:
-    """One line names the loss and the checkpoint."""
-    draw = random.Random(4)
-    for number in (signal.SIGKILL, signal.SIGTERM):
-        shutil.rmtree(job)
-        job.mkdir()
-        child = train_gate(job, "train.num_workers=2")
-        wait_until(
-            lambda child=child: child.poll() is not None or psutil.Process(child.pid).children()
-        )
-        time.sleep(draw.uniform(0, 0.4))
-        with suppress(IndexError, psutil.NoSuchProcess):  # the training has ended
-            draw.choice(psutil.Process(child.pid).children()).send_signal(number)
-        code, output = child.wait(), (job / "output").read_text()
-        fault = output_fault(code, {0, 1}, output)
-        if code == 1 and not ("data worker was lost" in output and "complete checkpoint" in output):
-            fault = f"the line does not name the checkpoint: {output[-300:]}"
-        tries.record(f"{number.name} to a data worker", fault or resumed_fault(job, whole))
 
 
 @pytest.mark.slow

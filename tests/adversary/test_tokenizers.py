@@ -1,16 +1,13 @@
-"""Hostile tokenizers, chat templates and generation configurations of model folders."""
+"""Hostile tokenizers and chat templates of model folders."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from msattn.trainer.models import limited
-from tests.adversary.damage import REMOVED, drawn, places
+from tests.adversary.damage import REMOVED
 from tests.adversary.model_folders import (
-    GENERATION,
-    HOSTILE,
     SETTINGS,
     TEMPLATE_FILE,
     VOCABULARY,
@@ -19,34 +16,9 @@ from tests.adversary.model_folders import (
     attempt,
     edit,
     edited,
-    known_end,
 )
 from tests.adversary.tries import Tries, spread
 
-READ = (
-    "eos_token_id",
-    "bos_token_id",
-    "pad_token_id",
-    "repetition_penalty",
-    "do_sample",
-    "temperature",
-    "top_k",
-)
-UNREAD = (
-    "bad_words_ids", "cache_implementation", "compile_config", "custom_generate",
-    "forced_eos_token_id", "max_length",
-    "max_time", "num_beams", "prompt_lookup_num_tokens", "return_dict_in_generate", "stop_strings",
-    "watermarking_config",
-)  # fmt: skip
-SETTINGS_KEYS = (
-    "bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens",
-    "extra_special_tokens",
-    "added_tokens_decoder", "auto_map", "chat_template", "clean_up_tokenization_spaces",
-    "model_max_length",
-    "split_special_tokens", "add_bos_token", "fix_mistral_regex", "init_inputs", "merges",
-    "name_or_path", "post_processor",
-    "self", "tokenizer_class", "tokenizer_file", "tokenizer_object", "vocab", "vocab_file",
-)  # fmt: skip
 WORDS = {"type": "WordLevel", "unk_token": "t0"}
 PAIRS = {"type": "BPE", "vocab": {"t": 0, "3": 1, "t3": 2}, "merges": ["t 3"]}
 TOKEN = {
@@ -154,41 +126,6 @@ SERVED = ("content", "sort")
 @pytest.fixture(autouse=True)
 def _limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limited, "SECONDS", 4)
-
-
-@pytest.mark.slow
-def test_values_of_documents(tries: Tries, models: Models) -> None:
-    """Each key of the generation configuration, the tokenizer's settings and its vocabulary, with
-    one value.
-    """
-    for key, (name, value) in spread((*READ, *UNREAD), HOSTILE.items()):
-        accepted = known_end(key, name, UNREAD)
-        attempt(
-            tries,
-            models,
-            f"{GENERATION} {key}={name}",
-            edited(GENERATION, key, value=value),
-            accepted=accepted,
-        )
-    for (name, value), key in spread(HOSTILE.items(), SETTINGS_KEYS):
-        accepted = known_end(key, name, ())
-        attempt(
-            tries,
-            models,
-            f"{SETTINGS} {key}={name}",
-            edited(SETTINGS, key, value=value),
-            accepted=accepted,
-        )
-    paths = list(places(json.loads((models.base() / VOCABULARY).read_text())))
-    paths = [
-        path
-        for path in paths
-        if path[:2] != ("model", "vocab") or path[-1] in ("vocab", "t0", "t3")
-    ]
-    for path, (name, value) in drawn(spread(paths, HOSTILE.items()), 15):
-        attempt(
-            tries, models, f"{VOCABULARY} {path}={name}", edited(VOCABULARY, *path, value=value)
-        )
 
 
 @pytest.mark.slow

@@ -1,25 +1,20 @@
-"""Writers that are killed or fail at each file operation, and several processes at one folder.
+"""Writers that are killed or fail at each file operation.
 
 What was complete before stays, the next run works, and readers find a whole artifact at every
 moment.
 """
 
 import json
-import os
 import shutil
 import signal
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from msattn.trainer.artifacts import read
-from msattn.trainer.errors import UserError
-from msattn.trainer.storage import lock, replace
-from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import current_folder, replace_folder
 from tests.adversary.steps import Child, count_changes, killed_at
 from tests.adversary.tries import Tries
@@ -27,14 +22,6 @@ from tests.artifacts import save
 
 # of each generation of results; every file holds the generation's number
 FILES = ("a.json", "b.json", "c.json")
-
-
-@pytest.fixture(params=[True, False], ids=["exchange", "no_exchange"])
-def exchange(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """True on a file system that exchanges two folders at once."""
-    if not request.param:
-        monkeypatch.setattr(replace, "_rename_exchange", lambda a, b: False)
-    return request.param
 
 
 def kept(old: Path) -> Path:
@@ -56,12 +43,10 @@ def generation(folder: Path) -> int:
     return numbers.pop()
 
 
-def fault(folder: Path, before: int, attempted: int, *, keeps: bool, exchange: bool) -> str | None:
+def fault(folder: Path, before: int, attempted: int, *, keeps: bool) -> str | None:
     """Says what is wrong after kills of the writers of generations ``before + 1`` to ``attempted``,
     and after the next run.
     """
-    if exchange and before and not folder.exists():
-        return "no results in place"
     seen = current_folder(folder)
     if (seen.exists() or before) and generation(seen) not in range(before, attempted + 1):
         return f"generation {generation(seen)} in place"
@@ -86,9 +71,7 @@ def checked(check: Callable[[], str | None]) -> str | None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("keeps", "before"), [(True, 2), (False, 2), (False, 0)])
-def test_killed_at_each_step(
-    tries: Tries, tmp_path: Path, exchange: bool, keeps: bool, before: int
-) -> None:
+def test_killed_at_each_step(tries: Tries, tmp_path: Path, keeps: bool, before: int) -> None:
     """One kill, or two runs that are killed one after the other; ``before`` generations were
     written before.
     """
@@ -106,7 +89,7 @@ def test_killed_at_each_step(
         folder = prepared("tried")
         for number, step in enumerate(kills, before + 1):
             Child(killed_at(step, partial(write, folder, number, keeps=keeps))).wait()
-        check = partial(fault, folder, before, before + len(kills), keeps=keeps, exchange=exchange)
+        check = partial(fault, folder, before, before + len(kills), keeps=keeps)
         tries.record(f"killed at step {kills} of {steps}", checked(check))
         shutil.rmtree(folder.parent)
 
@@ -122,7 +105,7 @@ def value(folder: Path) -> float:
 
 
 @pytest.mark.slow
-def test_an_artifact_is_replaced_and_killed(tries: Tries, tmp_path: Path, exchange: bool) -> None:
+def test_an_artifact_is_replaced_and_killed(tries: Tries, tmp_path: Path) -> None:
     """A reader beside the writer sees the old artifact or the new one at every moment."""
     folder = tmp_path / "base" / "gate"
     write_artifact(folder, 0.0)
@@ -143,8 +126,6 @@ def test_an_artifact_is_replaced_and_killed(tries: Tries, tmp_path: Path, exchan
             return f"a reader saw {seen}"
         if code != (0 if step >= steps else -signal.SIGKILL):
             return f"exit code {code}"
-        if exchange and not folder.exists():
-            return "no artifact in place"
         if value(folder) not in (before, new):
             return f"{value(folder)} in place"
         write_artifact(folder, new + 1)
@@ -157,28 +138,3 @@ def test_an_artifact_is_replaced_and_killed(tries: Tries, tmp_path: Path, exchan
 
     for step in range(steps + 1):
         tries.record(f"killed at step {step} of {steps}", checked(partial(fault, step)))
-
-
-def test_another_thread_is_refused(tmp_path: Path) -> None:
-    def enter() -> None:
-        with locked(tmp_path / "gate"):
-            pass
-
-    with ThreadPoolExecutor(1) as pool:
-        with locked(tmp_path / "gate"), pytest.raises(UserError, match=f"process {os.getpid()} "):
-            pool.submit(enter).result()
-        pool.submit(enter).result()
-
-
-def test_ranks_of_one_run_share_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with locked(tmp_path / "gate"):
-        monkeypatch.setenv("RANK", "1")
-        with locked(tmp_path / "gate"):
-            pass
-    holder = lock._own() | {"run": "another"}
-    (tmp_path / ".gate.lock").write_text(json.dumps(holder))
-    with locked(tmp_path / "gate"):  # a file without a lock is of a process that ended
-        pass
-    monkeypatch.setattr(lock, "_is_locked", lambda path: True)
-    with pytest.raises(UserError, match="another run writes there"), locked(tmp_path / "gate"):
-        pass

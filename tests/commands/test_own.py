@@ -115,7 +115,7 @@ def test_named_models_have_smaller_presets_on_a_cpu(
     )
     for model, *given in (
         ["tiny"],
-        ["llama3", "experiment=seer_llama31"],
+        ["llama3", "experiment=demo"],
         ["smollm2", "train.steps=9", "train.batch_size=1"],
     ):
         cfg = compose("train-gate", overrides("train-gate", model, *given))

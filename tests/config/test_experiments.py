@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
-from msattn.trainer.commands.compose import compose
+from msattn.trainer.commands.compose import compose, with_search_path
 from msattn.trainer.commands.jobs import Command
 from msattn.trainer.config import DataConfig
 from msattn.trainer.models.families import max_length
 from msattn.trainer.models.loading import config_and_tokenizer
 from tests.evaluate.runs import read_rows
+from tests.house.modules import EXPERIMENTS
 from tests.running import SHAPE, WORDS, exit_code, succeed, write_texts
+
+PAPERS = "--config-dir", str(EXPERIMENTS)
 
 
 @pytest.mark.slow
@@ -25,7 +28,7 @@ def test_interpolated_names_are_kept_in_a_sweep(
         Command, "run", lambda self, cfg, arguments: seen.append((cfg.name, cfg.kmeans.balance))
     )
     swept = "kmeans.rope=true", "kmeans.balance=1.5,3.0"
-    assert exit_code("fit-kmeans", "-m", "experiment=partitions", *swept) == 0
+    assert exit_code("fit-kmeans", "-m", *PAPERS, "experiment=partitions", *swept) == 0
     expected = [("rope-True_balance-1.5", 1.5), ("rope-True_balance-3.0", 3.0)]
     assert seen == expected, "the command line replaces the values that the YAML sweeps over"
     seen.clear()
@@ -33,6 +36,7 @@ def test_interpolated_names_are_kept_in_a_sweep(
         exit_code(
             "fit-kmeans",
             "-m",
+            *PAPERS,
             "experiment=partitions",
             "name=mine",
             "kmeans.rope=true",
@@ -55,7 +59,7 @@ def test_a_tracker_groups_an_experiment_or_a_sweep(
 
     def groups(*arguments: str) -> list[Any]:
         seen.clear()
-        assert exit_code("fit-kmeans", *arguments) == 0
+        assert exit_code("fit-kmeans", *PAPERS, *arguments) == 0
         return list(seen)
 
     assert groups("data=stdlib", "experiment=partitions", "tracker=none") == [None]
@@ -90,7 +94,9 @@ LENGTHS = [8192, 16384, 32768, 65536, 131072]
     ],
 )
 def test_documents_of_a_corpus(recipe: str, path: str, split: str) -> None:
-    cfg = compose("eval", [f"experiment={recipe}", "model.init=random"])
+    cfg = compose(
+        "eval", with_search_path([f"experiment={recipe}", "model.init=random"], EXPERIMENTS)
+    )
     assert (cfg.data.source, cfg.data.path, cfg.data.heldout_split) == ("hub", path, split)
     assert (cfg.eval.tasks, cfg.eval.documents.lengths) == (["documents"], LENGTHS)
     config, _ = config_and_tokenizer(cfg.model)
@@ -130,7 +136,7 @@ def test_documents_of_a_corpus_are_read_from_their_beginning(
         "dtype=float32",
         "tracker=none",
     ]
-    succeed("eval", "experiment=documents_pg19", *toy, *sizes, "eval.baselines=[quest]")
+    succeed("eval", *PAPERS, "experiment=documents_pg19", *toy, *sizes, "eval.baselines=[quest]")
     assert opened == {("emozilla/pg19", "test")}
     found = read_rows(here / "outputs/llama3/seer/eval", "length")
     for length in (64, 128):

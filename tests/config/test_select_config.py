@@ -15,7 +15,8 @@ from msattn.trainer.commands.jobs import Command
 from msattn.trainer.commands.launch import launch
 from msattn.trainer.config import POLICIES, SelectConfig
 from msattn.trainer.config.commands import EvalRunConfig
-from msattn.trainer.config.select import OWN_KEYS, SHARED_KEYS, select_config
+from msattn.trainer.config.policies import OWN_KEYS, own_keys
+from msattn.trainer.config.select import SHARED_KEYS, select_config
 from msattn.trainer.errors import UserError
 
 VALUES: dict[str, tuple[str, Any]] = {  # a key of each policy, and a value that is not its default
@@ -44,10 +45,10 @@ def composed(*overrides: str) -> SelectConfig:
 def test_a_policy_has_its_own_key_and_the_shared_ones(policy: str) -> None:
     key, value = VALUES[policy]
     select = SelectConfig(policy=policy, seed=3, **{key: value})
-    assert [*POLICIES[policy]] == [key]
+    assert [*own_keys(policy)] == [key]
     assert {name for name in OWN_KEYS if getattr(select, name) is not None} == {key}
     assert getattr(select, key) == value
-    assert getattr(SelectConfig(policy), key) == POLICIES[policy][key]
+    assert getattr(SelectConfig(policy), key) == own_keys(policy)[key]
     assert replace(select, **{key: value, "seed": 4}) == SelectConfig(
         policy, seed=4, **{key: value}
     )
@@ -78,7 +79,7 @@ def assert_names(message: str, policy: str, key: str) -> None:
     that the key is of.
     """
     assert message.startswith(
-        f"select.{key}: policy={policy} accepts {', '.join([*POLICIES[policy], *SHARED_KEYS])}; "
+        f"select.{key}: policy={policy} accepts {', '.join([*own_keys(policy), *SHARED_KEYS])}; "
         f"{key} belongs to "
     )
     assert all(

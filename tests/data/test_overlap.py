@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import overlap
 import pytest
 
 from msattn.trainer.config import DataConfig
 from msattn.trainer.data.overlap import SAMPLED, WINDOW, check_heldout, shared_windows, windows
 from msattn.trainer.data.sources import Document, documents
 from msattn.trainer.errors import UserError, run_program
-from msattn.trainer.recipes import overlap
 
 
 def prose(seed: int, words: int = 20_000) -> str:

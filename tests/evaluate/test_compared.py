@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from msattn.trainer import data, progress
-from msattn.trainer.artifacts import SHIPPED
+from msattn.trainer.artifacts import KINDS, SHIPPED
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import EvalRunConfig, SelectConfig
 from msattn.trainer.evaluate import calibration, compared
@@ -24,7 +24,6 @@ from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, calibrate_bloc
 from msattn.trainer.methods.untrained.scores.quest import Quest
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.loading import LOADERS
 from tests.evaluate.runs import config
 
 
@@ -71,7 +70,7 @@ def test_given_artifacts_are_compared_with_those_of_the_name(
         ("kmeans", ""),
         ("qmodel", ""),
     ], "the same folder is measured once"
-    found = [(each, LOADERS[each.kind](each.path)) for each in paths]
+    found = [(each, KINDS[each.kind].load(each.path)) for each in paths]
     names = [str(method.method) for method in _block_selections(cfg, found)]
     assert names == [
         "gate_question",

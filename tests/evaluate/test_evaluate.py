@@ -40,7 +40,6 @@ def test_all_tasks_with_artifacts(trained: Path, text: str) -> None:
     ]
     figures = {f"{name}.{suffix}" for name in names for suffix in ("png", "svg")}
     assert written == figures | {
-        "tradeoff_phone.svg",
         "results.json",
         "results.csv",
         "report.html",

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+EXPERIMENTS = ROOT / "docs/experiments"  # the papers' are its group `experiment`
 FOLDERS = {
     "": ROOT,
     "kernels": ROOT / "kernels",

@@ -33,7 +33,6 @@ WITH_VALUES = (
     "--prompt-file",
     "--model",
     "--data",
-    "--config-dir",
     "--cfg",
     "--host",
     "--port",
@@ -53,9 +52,13 @@ OTHER_COMMANDS = (
 
 def overrides_of(words: list[str]) -> list[str]:
     """The Hydra overrides of a command line; of a sweep, its first point."""
+    from msattn.trainer.commands.compose import with_search_path
+
     found, rest = [], iter(words)
     for word in rest:
-        if word in WITH_VALUES:
+        if word == "--config-dir":
+            found += with_search_path([], ROOT / next(rest))
+        elif word in WITH_VALUES:
             next(rest)
         elif not word.startswith("-"):
             found.append(word if re.search(r"[\[{]", word) else word.split(",")[0])

@@ -46,7 +46,6 @@ LEVELS = {
     "trainer.finetune": 11,
     "trainer.serving": 11,
     "trainer.evaluate": 13,
-    "trainer.recipes": 15,  # programs, which nothing imports
     "trainer.commands": 14,
     "trainer": 14,
     "cli": 15,
@@ -115,58 +114,40 @@ def test_kernels_know_tensors_alone() -> None:
             assert roots - set(sys.stdlib_module_names) <= {"torch", "msattn"}, module
 
 
+def test_multi_token_attention_is_a_room_of_its_own() -> None:
+    users = {
+        module.rpartition(".")[0]
+        for module, path in MODULES.items()
+        if any(name.startswith("kernels.multi_token") for name in ours(path))
+    }
+    others = {user for user in users if not user.startswith("kernels.multi_token")}
+    assert others == {"", "trainer.mta", "kernels.bench"}
+
+
 def public(operation: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(OPERATIONS[operation].module), operation)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_operation_uses_its_own_reference_alone(operation: str) -> None:
-    """The reference's public form: ``reference.<operation>``, with a suffix for passes and
-    parts.
-    """
-    parts = {"best_blocks": {"block_softmax"}, "nearest_centroid": {"bucket_sums"}}.get(
-        operation, set()
-    )
-    own = f"kernels.{operation}"
-    if OPERATIONS[operation].folder:
-        own = public(operation).__module__.removeprefix("msattn.")
-    files = {
-        name: path for name, path in MODULES.items() if name == own or name.startswith(f"{own}.")
-    }
+    own = OPERATIONS[operation].module.removeprefix("msattn.")
+    files = [path for name, path in MODULES.items() if name == own or name.startswith(f"{own}.")]
     assert files
-    for name, path in files.items():
-        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        attributes = [
-            node
-            for node in nodes
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-        ]
-        used = {
-            node.attr
-            for node in attributes
-            if isinstance(node.value, ast.Name) and node.value.id == "reference"
-        }
-        assert all(each.startswith(operation) or each in parts for each in used), (
-            f"{name} uses reference.{sorted(used)}"
-        )
-        assert not any(
-            each.startswith("msattn.kernels.reference.")
-            for each in imports(path)
-            if each not in MODULES
-        )
+    used = {name for path in files for name in ours(path) if "reference" in name.split(".")}
+    assert {name for name in used if MODULES[name].stem != "__init__"} == {
+        OPERATIONS[operation].reference.removeprefix("msattn.")
+    }
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_operation_has_kernel_reference_and_tests(operation: str) -> None:
     import msattn
-    from msattn.kernels import reference
 
+    reference = importlib.import_module(OPERATIONS[operation].reference)
     assert getattr(msattn, operation) is public(operation)
     assert callable(getattr(reference, operation))
-    folder = OPERATIONS[operation].folder or ""
-    assert (
-        ROOT / "tests/kernels" / folder / f"test_{operation.removeprefix(f'{folder}_')}.py"
-    ).is_file()
+    *folders, name = OPERATIONS[operation].module.split(".")[1:]
+    assert ROOT.joinpath("tests", *folders, f"test_{name}.py").is_file()
     assert OPERATIONS[operation].differentiable == hasattr(reference, f"{operation}_backward")
 
 
@@ -187,9 +168,7 @@ def test_the_registry_lists_every_operation_on_disk() -> None:
         for path in (ROOT / "kernels").iterdir()
         if path.suffix == ".py" or (path / "__init__.py").exists()
     }
-    assert on_disk - shared == {
-        operation.module.rpartition(".")[2] for operation in OPERATIONS.values()
-    }
+    assert on_disk - shared == {operation.module.split(".")[2] for operation in OPERATIONS.values()}
 
 
 def test_the_root_exports_lazily_what_it_lists() -> None:

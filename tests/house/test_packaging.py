@@ -78,7 +78,7 @@ def test_the_wheel_holds_what_the_disk_holds(distributions: Path) -> None:
     data += [*(ROOT / "conf").rglob("*.yaml")]
     data += [
         path
-        for end in ("css", "html", "js", "yaml")
+        for end in ("css", "html", "yaml")
         for path in (ROOT / "trainer/evaluate/report").glob(f"*.{end}")
     ]
     files = {str(path.relative_to(ROOT)) for path in (*MODULES.values(), *data)}

@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from msattn.kernels import reference, testing
+from msattn.kernels import testing
+from msattn.kernels.reference.pool_blocks import pool_blocks as reference_pools
 
 # query heads, key heads, gate heads, queries, keys, head size, hidden, block, key block, padding,
 # poolings
@@ -76,7 +77,7 @@ def pooled(arguments: dict[str, Any]) -> dict[str, Any]:
     a = dict(arguments)
     k, k_pool, k_rope = a.pop("k"), a.pop("k_pool"), a.pop("k_rope", None)
     of_blocks = {"block_size": a["key_block_size"], "start": a["kv_start"], "rotated": k_rope}
-    return a | {"pooled_k": reference.pool_blocks(k, k_pool, **of_blocks), "num_keys": k.shape[2]}
+    return a | {"pooled_k": reference_pools(k, k_pool, **of_blocks), "num_keys": k.shape[2]}
 
 
 def doubled(arguments: dict[str, Any]) -> dict[str, Any]:

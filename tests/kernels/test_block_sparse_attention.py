@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.common import block_lists
 from msattn.kernels.common.block_bits import pack_blocks
 from msattn.kernels.common.block_lists import compact_columns, compact_rows
 from msattn.kernels.common.checks import query_offset
+from msattn.kernels.reference import block_sparse_attention as reference
 from msattn.kernels.testing import random_block_mask, random_qkv, starts, visible
 from msattn.kernels.types import Backend
 from tests.kernels import shared

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.bucket_mass import bucket_mass
 from msattn.kernels.bucket_mass.packing import pack_keys
+from msattn.kernels.reference import bucket_mass as reference
 from msattn.kernels.testing import assert_within_budget, capped, dense_attention, random_qkv
 from msattn.kernels.types import Backend
 from tests.kernels import shared

@@ -328,7 +328,7 @@ def _probe_buckets(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 
 def _conv_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
-    from msattn.kernels.conv_attention import operation as op
+    from msattn.kernels.multi_token.conv_attention import operation as op
 
     fewer = (3, 3), torch.tensor([8], dtype=torch.int32), "query"
     usual, one = ((6, 11), None, "query"), ((1, 3), None, "key")
@@ -386,7 +386,7 @@ def _paged_flash_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 
 def _conv_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
-    from msattn.kernels import conv_decode as op
+    from msattn.kernels.multi_token import conv_decode as op
 
     usual, least, widest = (1, (6, 11), "query"), (2, (1, 1), "query"), (4, (3, 32), "key")
     kv_heads, taps, mask = {64: least, 128: usual}.get(head_size, widest)
@@ -395,7 +395,7 @@ def _conv_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 
 def _head_mix_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
-    from msattn.kernels.head_mix_attention import operation as op
+    from msattn.kernels.multi_token.head_mix_attention import operation as op
 
     kv_start = torch.tensor([8], dtype=torch.int32) if head_size == 256 else None
     _with_gradient(op, torch.ones(4, 4), dtype, head_size, sm, kv_start, head_size != 64)

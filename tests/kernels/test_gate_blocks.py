@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.best_blocks import best_blocks
 from msattn.kernels.common import gate_rows
 from msattn.kernels.common.block_bits import pack_blocks, unpack_blocks
 from msattn.kernels.gate_blocks import gate_blocks
 from msattn.kernels.gate_scores import gate_scores
+from msattn.kernels.reference.gate_scores import gate_scores as reference_scores
 from msattn.kernels.types import Backend
 from tests.kernels.gates import CASES, doubled, pooled, random_arguments
 from tests.kernels.shared import BACKENDS, assert_cuda_graph
@@ -26,7 +26,7 @@ def geometry(arguments: dict[str, Any], counts: int | None = None) -> dict[str, 
 
     A row must read its last visible block; ``counts`` are half of the visible blocks by default.
     """
-    visible = reference.gate_scores(**doubled(arguments))[:, :1] > 0  # none has probability 0
+    visible = reference_scores(**doubled(arguments))[:, :1] > 0  # none has probability 0
     seen = visible.sum(-1, keepdim=True)
     local, cols = (seen - 1).clamp(min=0), torch.arange(visible.shape[3], device=visible.device)
     wanted = seen // 2 if counts is None else torch.full_like(seen, counts)
@@ -59,7 +59,7 @@ def test_selects_the_best_blocks_of_the_scores(
     """Bit by bit: both operations compute the same probabilities."""
     arguments = pooled(random_arguments(case, device))
     rows = geometry(arguments)
-    arguments |= given_scores(kind, arguments, reference.gate_scores(**arguments).shape)
+    arguments |= given_scores(kind, arguments, reference_scores(**arguments).shape)
     scores = gate_scores(**arguments, backend=backend)
     wanted = best_blocks(
         scores, rows["counts"], rows["visible"], rows["always"], **LIMIT, backend=backend
@@ -88,7 +88,7 @@ def check_agrees_with_fp64(case: str, dtype: torch.dtype, backend: Backend, devi
     drawn = random_arguments(case, device, dtype)
     exact, arguments = pooled(doubled(drawn)), pooled(drawn)
     rows = geometry(arguments, counts=0)
-    scores = reference.gate_scores(**exact)
+    scores = reference_scores(**exact)
     choice = {"counts": rows["counts"], "local": rows["local"], "sink_blocks": SINK, **LIMIT}
     got, wanted = (
         unpack_blocks(gate_blocks(**given, **choice, backend=where), scores.shape[3])

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference, testing
+from msattn.kernels import testing
 from msattn.kernels.gate_scores import gate_scores
+from msattn.kernels.reference.gate_scores import gate_scores as reference_scores
 from msattn.kernels.types import Backend
 from tests.kernels.gates import CASES, doubled, pooled, random_arguments
 from tests.kernels.shared import BACKENDS
@@ -82,7 +83,7 @@ def test_reference_agrees_with_the_definition(
     case: str, change: dict[str, Any], last_queries: bool, device: str
 ) -> None:
     arguments = random_arguments(case, device) | change | {"last_queries": last_queries}
-    got = reference.gate_scores(**pooled(doubled(arguments)))
+    got = reference_scores(**pooled(doubled(arguments)))
     for b in range(len(got)):
         expected = by_definition(arguments, b)
         padded = torch.zeros(got.shape[1:], dtype=torch.float64)
@@ -97,10 +98,10 @@ def test_agrees_with_fp64(
     case: str, last_queries: bool, backend: Backend, device: str, poisoned: None
 ) -> None:
     arguments = random_arguments(case, device) | {"last_queries": last_queries}
-    exact, arguments = reference.gate_scores(**pooled(doubled(arguments))), pooled(arguments)
+    exact, arguments = reference_scores(**pooled(doubled(arguments))), pooled(arguments)
     got = gate_scores(**arguments, backend=backend)
     assert exact.amax(-1).min() < 0.9  # not all rows are one-hot
-    eager = reference.gate_scores(**arguments)
+    eager = reference_scores(**arguments)
     # Logits reach about 30 and are rounded before the exponential.
     testing.assert_within_budget("scores", got, exact, eager, term=30.0)
     assert torch.equal(got == 0, exact.float() == 0)
@@ -110,7 +111,7 @@ def test_agrees_with_fp64(
 @pytest.mark.parametrize("case", [case for case in CASES if case != "several tiles"])
 def test_least_scores_of_columns(case: str, backend: Backend, device: str, poisoned: None) -> None:
     drawn = random_arguments(case, device)
-    plain, arguments = reference.gate_scores(**pooled(doubled(drawn))), pooled(drawn)
+    plain, arguments = reference_scores(**pooled(doubled(drawn))), pooled(drawn)
     columns = 0.5 * torch.rand(plain.shape[:2] + plain.shape[3:], device=device).square()
     seen = plain > 0  # visible ones have no probability of 0
     expected = plain.maximum(columns.double()[:, :, None]) * seen
@@ -165,7 +166,7 @@ def test_half_precision(dtype: torch.dtype, backend: Backend, device: str) -> No
     if backend == "triton" and device == "cpu" and dtype == torch.bfloat16:
         pytest.skip("interpreted kernels refuse bf16")
     arguments = random_arguments("one gate per query head", device, dtype)
-    exact = reference.gate_scores(**pooled(doubled(arguments)))
+    exact = reference_scores(**pooled(doubled(arguments)))
     torch.testing.assert_close(
         gate_scores(**pooled(arguments), backend=backend).double(), exact, rtol=1e-4, atol=1e-6
     )

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from msattn.kernels import reference
 from msattn.kernels.maxpool_attention import maxpool_attention
+from msattn.kernels.reference import maxpool_attention as reference
 from msattn.kernels.testing import (
     assert_within_budget,
     block_numbers,

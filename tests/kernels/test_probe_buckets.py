@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from msattn.kernels import reference
 from msattn.kernels.common.densities import bucket_densities
 from msattn.kernels.probe_buckets import probe_buckets
+from msattn.kernels.reference import probe_buckets as reference
 from msattn.kernels.types import Backend
 from tests.kernels.shared import BACKENDS, FULL, HALF
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from msattn.kernels.common.block_bits import pack_blocks
 from msattn.kernels.testing import pool_over_blocks, visible
 from msattn.trainer.config import BlockSizes, GateConfig, SelectConfig
+from msattn.trainer.config.policies import CalibratedLayer, Threshold, TokenBudget, TopK
 from msattn.trainer.config.select import BASELINES
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods import selection as select
@@ -23,7 +24,6 @@ from msattn.trainer.methods.blocks import sparsity as share_unread
 from msattn.trainer.methods.gate.attn_gate import Gate, GateScores, pool_keys
 from msattn.trainer.methods.gate.question import QuestionScores
 from msattn.trainer.methods.gate.train import gate_thresholds
-from msattn.trainer.methods.policies import Calibrated, Threshold, TokenBudget, TopK
 from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.methods.thresholds import calibrate_blocks, shortest_row
 from msattn.trainer.methods.untrained.scores.a_shape import measure_spans
@@ -312,7 +312,7 @@ def test_gates_select_what_policies_select_from_their_scores(
         Threshold(0.03),
         TopK(0.6),
         TokenBudget(80, sizes[1]),
-        Calibrated(0.2, 1.5, -1, -0.5, 3),
+        CalibratedLayer(0.2, 1.5, -1, -0.5, 3),
     )
     for layer in inputs_of_layers(tiny_model(), ids, attention_mask=mask):
         pooled = pool_keys(

@@ -15,11 +15,11 @@ from msattn.kernels.common import block_counts
 from msattn.kernels.common.block_bits import pack_blocks
 from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.trainer.config import POLICIES, SCORES, BlockSizes, SelectConfig
+from msattn.trainer.config.policies import Multiscale, Nucleus, Threshold, TokenBudget, TopK
 from msattn.trainer.config.select import GATE_SCORES
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods import selection as select
 from msattn.trainer.methods.blocks import Candidates, normalize_rows, sparsity
-from msattn.trainer.methods.policies import Multiscale, Nucleus, Threshold, TokenBudget, TopK
 from msattn.trainer.methods.untrained import base, untrained_scorer
 from msattn.trainer.methods.untrained.scores.quest import Quest
 from msattn.trainer.methods.untrained.scores.random import Random

@@ -1,9 +1,11 @@
 """Locks of folders: across forks and kills, and on file systems whose locks fail."""
 
 import errno
+import json
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from filelock import UnixFileLock
 
 from msattn.trainer.errors import UserError
+from msattn.trainer.storage import lock
 from msattn.trainer.storage.lock import locked
 
 
@@ -73,3 +76,28 @@ def test_a_data_worker_does_not_keep_the_lock_of_a_killed_process(tmp_path: Path
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
     assert not (tmp_path / ".gate.lock").exists()
+
+
+def test_another_thread_is_refused(tmp_path: Path) -> None:
+    def enter() -> None:
+        with locked(tmp_path / "gate"):
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        with locked(tmp_path / "gate"), pytest.raises(UserError, match=f"process {os.getpid()} "):
+            pool.submit(enter).result()
+        pool.submit(enter).result()
+
+
+def test_ranks_of_one_run_share_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with locked(tmp_path / "gate"):
+        monkeypatch.setenv("RANK", "1")
+        with locked(tmp_path / "gate"):
+            pass
+    holder = lock._own() | {"run": "another"}
+    (tmp_path / ".gate.lock").write_text(json.dumps(holder))
+    with locked(tmp_path / "gate"):  # a file without a lock is of a process that ended
+        pass
+    monkeypatch.setattr(lock, "_is_locked", lambda path: True)
+    with pytest.raises(UserError, match="another run writes there"), locked(tmp_path / "gate"):
+        pass

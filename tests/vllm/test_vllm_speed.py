@@ -1,4 +1,4 @@
-"""The comparison of speed: ``python -m msattn.trainer.recipes.vllm_speed``."""
+"""The comparison of speed: ``python docs/experiments/vllm_speed.py``."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import vllm_speed as speed
 
 from msattn.trainer.errors import Fault, UserError, run_program
-from msattn.trainer.recipes import vllm_speed as speed
 from tests.vllm.engines import EVERY_KEY, MODEL
 
 OPTIONS = ("--length", "300", "--requests", "3", "--new", "4", "--shared", "200")

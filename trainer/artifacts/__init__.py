@@ -8,7 +8,8 @@ configuration), ``manifest.json`` (its kind, base model, training data and versi
 
 from msattn.trainer.artifacts.folders import SHIPPED, artifacts_of_run, default_artifact, find
 from msattn.trainer.artifacts.hub import push
-from msattn.trainer.artifacts.manifest import KINDS, Artifact, check_model, identity
+from msattn.trainer.artifacts.kinds import KINDS, ROUTER_KINDS
+from msattn.trainer.artifacts.manifest import Artifact, check_model, identity
 from msattn.trainer.artifacts.module import ArtifactModule
 from msattn.trainer.artifacts.reading import check_tensors, read, read_kind
 from msattn.trainer.artifacts.writing import (

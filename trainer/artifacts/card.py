@@ -9,21 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msattn.trainer.artifacts.kinds import KINDS, ROUTER_KINDS
 from msattn.trainer.storage.documents import checked, parse_yaml, read_json
 
-TITLES = {
-    "gate": "SeerAttention gates: scores of key blocks for each query block",
-    "kmeans": "Spherical k-means of keys: the buckets that sparse decoding selects from",
-    "qmodel": "SAAP query classifiers: scores of key buckets for each query",
-    "decode_gate": "SeerAttention decode gates: scores of key blocks for each query",
-}
-# Names of their methods in the rows of an evaluation.
-METHODS = {
-    "gate": "gate",
-    "kmeans": "k-means",
-    "qmodel": "classifier",
-    "decode_gate": "decode gate",
-}
 PLACEHOLDER = "path/or/hub-id"  # in the example for an artifact that is not on the Hub
 RESULTS = Path("eval", "results.json")  # beside the artifacts of a run
 MAX_RESULTS_BYTES = 500_000_000  # includes the block maps of several methods
@@ -84,7 +72,7 @@ library_name: msattn
 tags: [sparse-attention, long-context, {kind}]
 {base}---
 
-# {TITLES[kind]}
+# {KINDS[kind].title}
 
 Made for `{model["id"]}` ({model["num_layers"]} layers, {model["num_heads"]} query heads, \
 {model["num_kv_heads"]} key/value heads, head size {model["head_dim"]}) with msattn \
@@ -111,7 +99,7 @@ def run_card(cards: Mapping[str, str], repository: str) -> str:
         tag for part in parts.values() if isinstance(part.get("tags"), list) for tag in part["tags"]
     ]
     merged["tags"] = list(dict.fromkeys(tags))
-    rows = "\n".join(f"| [`{kind}`]({kind}) | {TITLES[kind]} |" for kind in cards)
+    rows = "\n".join(f"| [`{kind}`]({kind}) | {KINDS[kind].title} |" for kind in cards)
     return f"""---
 {yaml.safe_dump(merged, sort_keys=False, allow_unicode=True)}---
 
@@ -129,8 +117,8 @@ def front_matter(card: str, where: str) -> dict[str, Any]:
     """Returns the YAML at the beginning of a card, {} without; raises UserError if it is not
     valid.
     """
-    found = FRONT_MATTER.match(card)
-    return parse_yaml(found[1], f"{where}: front matter") if found else {}
+    match = FRONT_MATTER.match(card)
+    return parse_yaml(match[1], f"{where}: front matter") if match else {}
 
 
 def evaluation_section(folder: Path, hashes: Mapping[str, str]) -> str:
@@ -151,7 +139,7 @@ def evaluation_section(folder: Path, hashes: Mapping[str, str]) -> str:
     }
     if measured != {kind: hashes[kind] for kind in measured}:
         return ""
-    methods = {METHODS[kind] for kind in measured}
+    methods = {KINDS[kind].method for kind in measured}
     rows = [row for row in results.rows if results.name_of(row) in {"dense", *methods}]
     if not any(results.name_of(row) in methods for row in rows):
         return ""
@@ -190,7 +178,7 @@ def _example(kinds: set[str], path: str) -> str:
     """Returns a Python example that attaches artifacts of these kinds; a k-means routes only if
     there is no classifier.
     """
-    router = {"qmodel"} if kinds & {"kmeans", "qmodel", "decode_gate"} else set()
+    router = {"qmodel"} if kinds & {*ROUTER_KINDS} else set()
     arguments = ", ".join(f'{name}="{path}"' for name in sorted(router | kinds & {"gate"}))
     return (
         f"```python\nimport msattn\n\nwith msattn.attach(model, {arguments}):\n    "

@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 from msattn.trainer.artifacts.hub import download
-from msattn.trainer.artifacts.manifest import KINDS, MANIFEST
+from msattn.trainer.artifacts.kinds import KINDS
+from msattn.trainer.artifacts.manifest import MANIFEST
 from msattn.trainer.config import RunConfig
 from msattn.trainer.config.values import UNPRINTABLE, require, shown
 from msattn.trainer.errors import UserError
@@ -39,16 +40,16 @@ def find(path: str | Path, *kinds: str) -> Path:
     folder = _local_folder(path)
     if os.path.isfile(folder / MANIFEST):
         return folder
-    held = artifacts_of_run(folder)
-    accepted = [kind for kind in kinds if kind in held]
-    if held and not accepted:
+    present = artifacts_of_run(folder)
+    accepted = [kind for kind in kinds if kind in present]
+    if present and not accepted:
         choice = (
             f"expected {' or '.join(kinds)}"
             if kinds
-            else f"name one, e.g. {folder / next(iter(held))}"
+            else f"name one, e.g. {folder / next(iter(present))}"
         )
-        raise UserError(f"artifact {path}: the folder holds {', '.join(held)}; {choice}")
-    return held[accepted[0]] if accepted else folder
+        raise UserError(f"artifact {path}: the folder holds {', '.join(present)}; {choice}")
+    return present[accepted[0]] if accepted else folder
 
 
 def artifacts_of_run(folder: Path) -> dict[str, Path]:

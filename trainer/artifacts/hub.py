@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.artifacts.card import PLACEHOLDER, artifact_card, evaluation_section, run_card
-from msattn.trainer.artifacts.manifest import CARD, CONFIG, KINDS, MANIFEST, WEIGHTS
+from msattn.trainer.artifacts.kinds import KINDS
+from msattn.trainer.artifacts.manifest import CARD, CONFIG, MANIFEST, WEIGHTS
 from msattn.trainer.artifacts.model_config import KEY, OWN, as_file, settings_of, with_settings
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line, only_errors
@@ -54,12 +55,12 @@ def download(repository: str, revision: str | None = None) -> Path:
 
 def push(
     repository: str,
-    held: "Mapping[str, Artifact]",
+    artifacts: "Mapping[str, Artifact]",
     *,
     private: bool = False,
     token: str | None = None,
 ) -> str:
-    """Replaces the artifacts of a Hub repository by ``held``, in one commit.
+    """Replaces the artifacts of a Hub repository by ``artifacts``, in one commit.
 
     The repository is created if it does not exist. Files of other artifacts are removed but stay in
     its history. Files that belong to no artifact are kept, except ``README.md``, the model card. In
@@ -69,8 +70,8 @@ def push(
     Parameters
     ----------
     repository : ``owner/name``.
-    held : artifacts by their folder in the repository: one, in ``""``, or one of each kind, in a
-        folder of its name.
+    artifacts : by their folder in the repository: one, in ``""``, or one of each kind, in a folder
+        of its name.
     private : create a private repository.
     token : None is the token of ``hf auth login`` or ``HF_TOKEN``. No message contains it.
 
@@ -87,33 +88,37 @@ def push(
 
     _check_name(repository)
     api = HfApi(token=_checked_token(token), library_name="msattn", library_version=__version__)
-    files = _files(repository, held)
+    files = _files(repository, artifacts)
     with activity(f"pushing to {repository}"), _refusals(repository, str(api.token)), _quiet():
         api.create_repo(repository, private=private or None, exist_ok=True)
-        found = api.model_info(repository)
-        if private and not found.private:
+        info = api.model_info(repository)
+        if private and not info.private:
             raise UserError(
                 f"push {repository}: the repository exists and is public; push without --private, "
                 f"or elsewhere"
             )
-        present, ours = {sibling.rfilename for sibling in found.siblings or []}, {*PATHS}
+        present, ours = {sibling.rfilename for sibling in info.siblings or []}, {*PATHS}
         if MODEL_CONFIG in present:
-            held, ours = (
-                {artifact.kind: artifact for artifact in held.values()},
+            artifacts, ours = (
+                {artifact.kind: artifact for artifact in artifacts.values()},
                 {path for path in PATHS if "/" in path},
             )
             files = {
-                path: content for path, content in _files(repository, held).items() if path in ours
+                path: content
+                for path, content in _files(repository, artifacts).items()
+                if path in ours
             }
             files[MODEL_CONFIG] = _model_config(
-                Path(api.hf_hub_download(repository, MODEL_CONFIG)), repository, held
+                Path(api.hf_hub_download(repository, MODEL_CONFIG)), repository, artifacts
             )
         added = [CommitOperationAdd(path, content) for path, content in files.items()]
         removed = [
             CommitOperationDelete(path, is_folder=False)
             for path in sorted(present & ours - {*files})
         ]
-        message = f"msattn {__version__}: {', '.join(artifact.kind for artifact in held.values())}"
+        message = (
+            f"msattn {__version__}: {', '.join(artifact.kind for artifact in artifacts.values())}"
+        )
         return api.create_commit(repository, [*added, *removed], commit_message=message).commit_url
 
 
@@ -129,25 +134,25 @@ def _model_config(path: Path, repository: str, kinds: Collection[str]) -> bytes:
         if name not in roles
     }
     return as_file(
-        with_settings(config, kept | {role: OWN for role, held in roles.items() if held})
+        with_settings(config, kept | {role: OWN for role, of_role in roles.items() if of_role})
     )
 
 
-def _files(repository: str, held: "Mapping[str, Artifact]") -> dict[str, Path | bytes]:
+def _files(repository: str, artifacts: "Mapping[str, Artifact]") -> dict[str, Path | bytes]:
     """Returns the files of a repository by path: weights, configurations and manifests as they are,
     and model cards.
     """
     files: dict[str, Path | bytes] = {}
     cards = {
         folder: _card(artifact).replace(PLACEHOLDER, repository)
-        for folder, artifact in held.items()
+        for folder, artifact in artifacts.items()
     }
-    for folder, artifact in held.items():
+    for folder, artifact in artifacts.items():
         at = f"{folder}/" if folder else ""
         files |= {f"{at}{name}": artifact.path / name for name in FILES if name != CARD}
         files[f"{at}{CARD}"] = (cards[folder] + _evaluation([artifact])).encode()
-    if "" not in held:
-        files[CARD] = (run_card(cards, repository) + _evaluation([*held.values()])).encode()
+    if "" not in artifacts:
+        files[CARD] = (run_card(cards, repository) + _evaluation([*artifacts.values()])).encode()
     return files
 
 
@@ -188,14 +193,14 @@ def _checked_token(token: str | None) -> str:
     """
     from huggingface_hub import get_token
 
-    found = get_token() if token is None else token
-    if not found:
+    given = get_token() if token is None else token
+    if not given:
         raise UserError(
             "push: there is no token for the Hugging Face Hub; run `hf auth login` or set HF_TOKEN"
         )
-    if not isinstance(found, str) or not re.fullmatch(r"[!-~]+", found):
+    if not isinstance(given, str) or not re.fullmatch(r"[!-~]+", given):
         raise UserError("push: the token for the Hugging Face Hub has invalid characters")
-    return found
+    return given
 
 
 @contextmanager

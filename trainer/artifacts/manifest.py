@@ -13,11 +13,11 @@ from annotated_types import Interval, Len
 from torch import Tensor
 
 from msattn.kernels.common.checks import MAX_HEAD_SIZE
+from msattn.trainer.artifacts.kinds import KINDS
 from msattn.trainer.errors import UserError
 from msattn.trainer.storage.documents import checked, read_json
 
 FORMAT_VERSION = 1
-KINDS = ("gate", "kmeans", "qmodel", "decode_gate")
 WEIGHTS, CONFIG, MANIFEST, CARD = "model.safetensors", "config.yaml", "manifest.json", "README.md"
 MAX_MANIFEST_BYTES = 8_000_000  # those of models with 100 layers take 0.3 MB
 SHAPE_FIELDS = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "rope")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.artifacts.folders import find
+from msattn.trainer.artifacts.kinds import KINDS
 from msattn.trainer.artifacts.manifest import (
     CONFIG,
-    KINDS,
     MANIFEST,
     WEIGHTS,
     Artifact,
@@ -69,9 +69,9 @@ def check_tensors(artifact: Artifact, shapes: Mapping[str, Sequence[int]]) -> No
             raise UserError(f"artifact {artifact.path}: {WEIGHTS} has no tensor {name}")
         tensor = artifact.tensors[name]
         if tensor.dtype != torch.float32 or tuple(tensor.shape) != tuple(shapes[name]):
-            found = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+            actual = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
             raise UserError(
-                f"artifact {artifact.path}: {name} is {found}, its manifest asks for float32 "
+                f"artifact {artifact.path}: {name} is {actual}, its manifest asks for float32 "
                 f"{list(shapes[name])}"
             )
 
@@ -117,12 +117,12 @@ def _read_tensors(folder: Path, path: str | Path, manifest: Mapping[str, Any]) -
         raise UserError(
             f"artifact {path}: {WEIGHTS} is damaged ({' '.join(str(error).split())})"
         ) from error
-    found = {name: describe_tensor(tensor) for name, tensor in tensors.items()}
-    if found != manifest["tensors"]:
+    described = {name: describe_tensor(tensor) for name, tensor in tensors.items()}
+    if described != manifest["tensors"]:
         differing = sorted(
             name
-            for name in found | manifest["tensors"]
-            if found.get(name) != manifest["tensors"].get(name)
+            for name in described | manifest["tensors"]
+            if described.get(name) != manifest["tensors"].get(name)
         )
         raise UserError(f"artifact {path}: tensors.{differing[0]:.80} differs from {MANIFEST}")
     if content_hash(tensors) != manifest["content_hash"]:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.artifacts.card import artifact_card
+from msattn.trainer.artifacts.kinds import KINDS
 from msattn.trainer.artifacts.manifest import (
     CARD,
     CONFIG,
     FORMAT_VERSION,
-    KINDS,
     MANIFEST,
     WEIGHTS,
     checksum,

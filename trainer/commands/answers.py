@@ -22,7 +22,7 @@ from msattn.trainer.models.ends import end_tokens
 from msattn.trainer.models.loading import config_and_tokenizer
 from msattn.trainer.models.timing import TokenClock
 from msattn.trainer.serving.build import check_options
-from msattn.trainer.serving.loading import ROUTER_KINDS, load_router
+from msattn.trainer.serving.loading import load_router
 from msattn.trainer.serving.options import AttachOptions
 from msattn.trainer.training.tracker import Tracker
 
@@ -85,12 +85,12 @@ def _artifacts(cfg: AnswerConfig) -> dict[str, str | Path | None]:
             f"train-gate {cfg.arguments(cfg.name)}, "
             "or add select=quest, which needs no training"
         )
-    given = [kind for kind in ROUTER_KINDS if getattr(cfg.artifacts, kind)]
+    given = [kind for kind in artifacts.ROUTER_KINDS if getattr(cfg.artifacts, kind)]
     if len(given) > 1:
         listed = ", ".join(f"artifacts.{kind}={chosen[kind]}" for kind in given)
         raise UserError(f"{listed}: expected one of them, since one router decodes")
-    found = given or [kind for kind in ROUTER_KINDS if chosen[kind]]
-    return chosen | dict.fromkeys(set(ROUTER_KINDS) - {*found[:1]})  # one router decodes
+    found = given or [kind for kind in artifacts.ROUTER_KINDS if chosen[kind]]
+    return chosen | dict.fromkeys(set(artifacts.ROUTER_KINDS) - {*found[:1]})  # one router decodes
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def describe(cfg: AnswerConfig, served: Served) -> str:
 
 
 def _router_kind(chosen: dict[str, str | Path | None]) -> str | None:
-    return next((kind for kind in ROUTER_KINDS if chosen[kind]), None)
+    return next((kind for kind in artifacts.ROUTER_KINDS if chosen[kind]), None)
 
 
 def _artifact(kind: str, served: Served, name: str | None = None) -> str:

@@ -37,10 +37,10 @@ def _held(folder: Path) -> "dict[str, Artifact]":
     from msattn.trainer import artifacts
     from msattn.trainer.artifacts.manifest import MANIFEST
 
-    found = artifacts.artifacts_of_run(folder)
-    if os.path.isfile(folder / MANIFEST) or not found:
+    of_run = artifacts.artifacts_of_run(folder)
+    if os.path.isfile(folder / MANIFEST) or not of_run:
         return {"": artifacts.read(folder)}
-    return {kind: artifacts.read(path, kind) for kind, path in found.items()}
+    return {kind: artifacts.read(path, kind) for kind, path in of_run.items()}
 
 
 def configure(model: str, settings: Sequence[str]) -> None:

@@ -194,14 +194,14 @@ def save_tiles(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path):
-            found = (
+            earlier = (
                 json.loads(path.read_text(encoding="utf-8"))["tiles"]
                 if tuned.read_user_tiles(gpu)
                 else []
             )
             kept = [
                 row
-                for row in found
+                for row in earlier
                 if not (row["kernel"] in swept and row["head_bytes"] == head_bytes)
             ]
             document = (

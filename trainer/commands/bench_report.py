@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from msattn.kernels.bench import SHIPPED, BenchRow
-from msattn.trainer.evaluate.report.tables import filled, fitting
+from msattn.trainer.evaluate.report.tables import filled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -39,7 +39,7 @@ def title(row: BenchRow) -> str:
 
 
 def print_report(rows: Sequence[BenchRow], notes: Sequence[str], console: Console) -> None:
-    console.print(table(rows, console.width))
+    console.print(table(rows))
     row_notes = [f"{row.variant} at {row.length:,} keys, {row.note}" for row in rows if row.note]
     for note in (*notes, *dict.fromkeys(row_notes)):
         console.print(note, style="yellow", markup=False, soft_wrap=True)
@@ -64,31 +64,23 @@ COLUMNS: dict[str, Callable[[BenchRow], str]] = {
     "keys": lambda row: f"{row.length:,}",
     "variant": label,
     "ms": lambda row: _milliseconds(row.ms),
-    "quartiles": lambda row: f"{_milliseconds(row.q1)} – {_milliseconds(row.q3)}",
     "rate": _rate,
     "share": lambda row: f"{row.share:.1%}",
     "error": lambda row: _optional(row.error, "{:.1e}"),
-    "memory": lambda row: _optional(row.memory_gb, "{:.3g} GB"),
-    "compile": lambda row: _optional(row.compile_s, "{:.1f} s"),
 }
 TEXT_COLUMNS = ("variant",)
-# go in this order in a narrow terminal
-OPTIONAL_COLUMNS = ("memory", "quartiles", "x eager", "compile", "error", "rate")
 LEGEND = (
     "share: of this machine's measured peak; error: relative error of a row; x: speedup over a peer"
 )
 
 
-def table(rows: Sequence[BenchRow], width: int) -> Table:
-    """Returns the rows that have a time as a table of ``width`` characters with a section for each
-    length.
-    """
+def table(rows: Sequence[BenchRow]) -> Table:
+    """Returns the rows that have a time as a table with a section for each length."""
     timed = [row for row in rows if row.ms is not None]
     columns = {header: [cell(row) for row in timed] for header, cell in COLUMNS.items()}
     for peer in dict.fromkeys(peer for row in timed for peer in row.times):
         columns[f"x {peer}"] = [_optional(row.times.get(peer), "{:.3g}") for row in timed]
     columns = {header: cells for header, cells in columns.items() if any(cells)}
-    columns = fitting(columns, width, TEXT_COLUMNS, [[header] for header in OPTIONAL_COLUMNS])
     heading, ours = (
         f"{title(rows[0])}\n{LEGEND}" if rows else "",
         [row.variant in OURS for row in timed],

@@ -30,8 +30,8 @@ def complete(command: str, words: Sequence[str], incomplete: str) -> list[str]:
     except UserError:  # a word before is wrong, or a sweep
         known = keys_of(command)
     name, given, value = (split + incomplete).partition("=")
-    found = _values(known, name, value) if given else _names(known, name)
-    return [text.removeprefix(split) for text in found]
+    matching = _values(known, name, value) if given else _names(known, name)
+    return [text.removeprefix(split) for text in matching]
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -65,10 +65,10 @@ def _names(known: CommandKeys, incomplete: str) -> list[str]:
     names = [f"{name}=" for name in (*known.groups, *known.keys) if name.startswith(incomplete)]
     while True:
         parts = {name: name.find(".", len(incomplete)) + 1 or len(name) for name in names}
-        found = sorted({name[:end] for name, end in parts.items()})
-        if len(found) != 1 or not found[0].endswith("."):
-            return found
-        incomplete = found[0]
+        stems = sorted({name[:end] for name, end in parts.items()})
+        if len(stems) != 1 or not stems[0].endswith("."):
+            return stems
+        incomplete = stems[0]
 
 
 def _values(known: CommandKeys, name: str, value: str) -> list[str]:

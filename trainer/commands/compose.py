@@ -21,7 +21,8 @@ from msattn.trainer.config import (
     nearest,
     typed,
 )
-from msattn.trainer.config.select import GATE_SCORES, OWN_KEYS, SelectConfig, foreign_key
+from msattn.trainer.config.policies import OWN_KEYS, own_keys
+from msattn.trainer.config.select import GATE_SCORES, SelectConfig, foreign_key
 from msattn.trainer.config.text_files import refused
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import UserError, first_line
@@ -224,7 +225,7 @@ def _explain(error: Exception, accepted_keys: Callable[[], list[str]]) -> str:
         # a key of another policy than the one composed
         if group == "select" and unfit[1] in accepted:
             policy = getattr(getattr(error.__cause__, "parent_node", None), "policy", None)
-            if policy in POLICIES and key in OWN_KEYS - POLICIES[policy].keys():
+            if policy in POLICIES and key in OWN_KEYS.keys() - own_keys(policy):
                 return foreign_key(policy, key)
         if unfit[1] in accepted and message.startswith("Could not append"):
             return EXISTS.format(unfit[1])

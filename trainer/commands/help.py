@@ -143,9 +143,11 @@ def topic_page(topic: str, commands: Iterable[str]) -> list[Section]:
         if any(
             not any(other.startswith(f"{key}.") for other in accepted[command]) for key in below
         ):
-            found = keys_of(command).keys
+            of_command = keys_of(command).keys
             keys |= {
-                key: replace(found[key], only=f"msattn {command}") for key in below if key in found
+                key: replace(of_command[key], only=f"msattn {command}")
+                for key in below
+                if key in of_command
             }
     if topic == "select":
         refusing = {

@@ -16,7 +16,6 @@ from msattn.trainer.commands.jobs import COMMANDS
 from msattn.trainer.config import BASELINES, POLICIES, SelectConfig, leaves
 from msattn.trainer.config.schema import choices_of
 from msattn.trainer.config.select import UNTRAINED
-from msattn.trainer.methods import policies
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -118,11 +117,11 @@ def _usable(schema: Any, name: str, choices: Sequence[str]) -> list[str]:
 
 def group_options() -> dict[str, list[str]]:
     """Returns the options of the packaged groups of all commands, without composing anything."""
-    found: dict[str, list[str]] = {}
+    options: dict[str, list[str]] = {}
     for path in sorted(CONF.glob("*/**/*.yaml")):
-        found.setdefault(path.parent.relative_to(CONF).as_posix(), []).append(path.stem)
-    found["select"] = [*POLICIES, *BASELINES]
-    return dict(sorted(found.items()))
+        options.setdefault(path.parent.relative_to(CONF).as_posix(), []).append(path.stem)
+    options["select"] = [*POLICIES, *BASELINES]
+    return dict(sorted(options.items()))
 
 
 def first_sentence(group: str, option: str) -> str:
@@ -131,7 +130,7 @@ def first_sentence(group: str, option: str) -> str:
     """
     path = CONF / group / f"{option}.yaml"
     if group == "select" and option in POLICIES:
-        return _first_paragraph(str(policies.BY_NAME[option].__doc__)).replace("``", "")
+        return _first_paragraph(str(POLICIES[option].__doc__)).replace("``", "")
     if group == "select" and option in BASELINES:
         source = ast.parse(get_data(UNTRAINED, f"scores/{option}.py") or b"")
         return f"Untrained: {_first_paragraph(ast.get_docstring(source) or '')}"

@@ -39,7 +39,8 @@ from msattn.trainer.config.evaluate import (
     ThroughputConfig,
 )
 from msattn.trainer.config.model import ModelConfig, ModelPresets
-from msattn.trainer.config.select import BASELINES, POLICIES, SCORES, SelectConfig
+from msattn.trainer.config.policies import POLICIES
+from msattn.trainer.config.select import BASELINES, SCORES, SelectConfig
 from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.config.train import (
     LOSSES,

@@ -1,6 +1,6 @@
 """Configuration of the evaluation tasks."""
 
-from dataclasses import field, fields, is_dataclass
+from dataclasses import field, fields
 from typing import Annotated
 
 from annotated_types import Interval, MinLen
@@ -26,7 +26,6 @@ from msattn.trainer.config.select import BASELINES, ROUTERS
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
 
-TASKS: list[str] = []  # the sections of EvalConfig; filled below it
 RULER_TASKS = (
     *(
         "niah_single_1",
@@ -332,8 +331,29 @@ class ThroughputConfig:
 
 
 @schema("eval.")
-class EvalConfig:
-    """``tasks`` to run, with a section for each."""
+class TaskSections:
+    """The settings of each task."""
+
+    perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
+    recall: RecallConfig = field(default_factory=RecallConfig)
+    needle: NeedleConfig = field(default_factory=NeedleConfig)
+    documents: DocumentsConfig = field(default_factory=DocumentsConfig)
+    ruler: RulerConfig = field(default_factory=RulerConfig)
+    leval: LevalConfig = field(default_factory=LevalConfig)
+    harness: HarnessConfig = field(default_factory=HarnessConfig)
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    analysis: AnalysisConfig = field(default_factory=AnalysisConfig)
+    latency: LatencyConfig = field(default_factory=LatencyConfig)
+    decoding: DecodingConfig = field(default_factory=DecodingConfig)
+    throughput: ThroughputConfig = field(default_factory=ThroughputConfig)
+
+
+TASKS = tuple(item.name for item in fields(TaskSections))
+
+
+@schema("eval.")
+class ComparedConfig:
+    """The tasks to run, and the methods that all of them compare."""
 
     tasks: list[Annotated[Text, OneOf(TASKS)]] = key(
         "tasks to run", default=["perplexity", "recall", "needle"]
@@ -358,18 +378,6 @@ class EvalConfig:
         "[]: use probes",
         default=[],
     )
-    perplexity: PerplexityConfig = field(default_factory=PerplexityConfig)
-    recall: RecallConfig = field(default_factory=RecallConfig)
-    needle: NeedleConfig = field(default_factory=NeedleConfig)
-    documents: DocumentsConfig = field(default_factory=DocumentsConfig)
-    ruler: RulerConfig = field(default_factory=RulerConfig)
-    leval: LevalConfig = field(default_factory=LevalConfig)
-    harness: HarnessConfig = field(default_factory=HarnessConfig)
-    prompts: PromptsConfig = field(default_factory=PromptsConfig)
-    analysis: AnalysisConfig = field(default_factory=AnalysisConfig)
-    latency: LatencyConfig = field(default_factory=LatencyConfig)
-    decoding: DecodingConfig = field(default_factory=DecodingConfig)
-    throughput: ThroughputConfig = field(default_factory=ThroughputConfig)
 
     def __post_init__(self) -> None:
         for name in ("baselines", "routers", "key_shares"):
@@ -385,4 +393,6 @@ class EvalConfig:
             )
 
 
-TASKS += [item.name for item in fields(EvalConfig) if is_dataclass(item.type)]
+@schema("eval.")
+class EvalConfig(TaskSections, ComparedConfig):
+    """``tasks`` to run, with a section for each."""

@@ -221,10 +221,12 @@ def choices_of(kind: Any) -> tuple[str, ...]:
     """Returns the choices of an annotation, or of the items of an annotated list; none if they are
     not enumerated.
     """
-    found = [mark.choices for mark in getattr(kind, "__metadata__", ()) if isinstance(mark, OneOf)]
+    choices = [
+        mark.choices for mark in getattr(kind, "__metadata__", ()) if isinstance(mark, OneOf)
+    ]
     return (
-        tuple(found[0])
-        if found
+        tuple(choices[0])
+        if choices
         else tuple(each for inner in get_args(kind) for each in choices_of(inner))
     )
 

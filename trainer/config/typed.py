@@ -19,15 +19,15 @@ def defaults(schema: Any) -> dict[str, Any]:
 
     Without those of ``select``, whose keys depend on the policy.
     """
-    found = {}
+    values = {}
     for item in fields(schema):
         if is_dataclass(item.type):
-            found |= {} if item.type is SelectConfig else {item.name: defaults(item.type)}
+            values |= {} if item.type is SelectConfig else {item.name: defaults(item.type)}
         elif item.default_factory is not MISSING:
-            found[item.name] = item.default_factory()
+            values[item.name] = item.default_factory()
         else:
-            found[item.name] = "???" if item.default is MISSING else item.default
-    return found
+            values[item.name] = "???" if item.default is MISSING else item.default
+    return values
 
 
 def known_keys(schema: Any, prefix: str = "") -> list[str]:

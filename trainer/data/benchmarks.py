@@ -71,7 +71,7 @@ def read_squad(key: str, path: str) -> Questions:
         {paragraph.context for article in articles for paragraph in article.paragraphs}
     )
     number = {text: place for place, text in enumerate(documents)}
-    found = []
+    questions = []
     for article in articles:
         of_article = {number[paragraph.context] for paragraph in article.paragraphs}
         for paragraph in article.paragraphs:
@@ -79,10 +79,10 @@ def read_squad(key: str, path: str) -> Questions:
             for asked in paragraph.qas:
                 answers = list(dict.fromkeys(answer.text for answer in asked.answers))
                 if answers:
-                    found.append(
+                    questions.append(
                         DocumentQuestion(asked.question, answers, [own], sorted(of_article - {own}))
                     )
-    return _questions(documents, found, where)
+    return _questions(documents, questions, where)
 
 
 def read_hotpotqa(key: str, path: str) -> Questions:
@@ -98,13 +98,13 @@ def read_hotpotqa(key: str, path: str) -> Questions:
     ]
     documents = sorted({text for of_question in texts for text in of_question})
     number = {text: place for place, text in enumerate(documents)}
-    found = [
+    questions = [
         DocumentQuestion(
             each.question, [each.answer], [number[text] for text in dict.fromkeys(own)], []
         )
         for each, own in zip(asked, texts, strict=True)
     ]
-    return _questions(documents, found, where)
+    return _questions(documents, questions, where)
 
 
 def _questions(documents: list[str], found: list[DocumentQuestion], where: str) -> Questions:
@@ -156,15 +156,15 @@ def read_leval(key: str, path: str) -> dict[str, list[LevalQuestion]]:
     Raises UserError, which begins with ``key``: there is no such file, or a line has another
     format.
     """
-    found: dict[str, list[LevalQuestion]] = {}
+    by_task: dict[str, list[LevalQuestion]] = {}
     for file in text_files(key, path):
         where = f"{key}={shown(file)}"
         rows = json_lines(decompressed(file, where, largest_corpus()), where)
         asked = [question for place, row in rows for question in _leval_questions(row, place)]
         if not asked:
             raise UserError(f"{where}: there is no question in it")
-        found[file.name.partition(".")[0]] = asked
-    return found
+        by_task[file.name.partition(".")[0]] = asked
+    return by_task
 
 
 def _leval_questions(row: Any, where: str) -> Iterator[LevalQuestion]:
@@ -198,5 +198,5 @@ def _chosen(output: str) -> str:
     """Returns the letters of an output such as ``B``, ``ACD`` or ``(B) because``; empty for other
     texts.
     """
-    found = re.match(r"\(([A-Z])\)|([A-Z]+)\.?$", output)
-    return "" if found is None else found[1] or found[2]
+    match = re.match(r"\(([A-Z])\)|([A-Z]+)\.?$", output)
+    return "" if match is None else match[1] or match[2]

@@ -49,9 +49,9 @@ def cached(
     if folder is None or key is None:
         return make()
     path = Path(os.path.expanduser(folder)) / f"{key}.safetensors"
-    found, _ = _read(path)
-    if found is not None:
-        return found
+    value, _ = _read(path)
+    if value is not None:
+        return value
     with ExitStack() as stack:
         try:
             stack.enter_context(locked_in_turn(path))
@@ -61,18 +61,18 @@ def cached(
                 f"kept; {free_space(path)}"
             )
             return make()
-        found, fault = _read(path)  # another process may have written it meanwhile
+        value, fault = _read(path)  # another process may have written it meanwhile
         if fault:
             print_once(f"warning: {path} is damaged ({fault}); the {what} will be created again")
-        if found is None:
+        if value is None:
             start = time.monotonic()
-            found = make()
+            value = make()
             # Nor is a text kept that changed while it was read.
             if (however_short or time.monotonic() - start >= LEAST_SECONDS) and _key(
                 identity
             ) == key:
-                _write(path, found, what, quiet)
-    return found
+                _write(path, value, what, quiet)
+    return value
 
 
 def _key(identity: Callable[[], Any | None]) -> str | None:

@@ -89,12 +89,12 @@ def shared_windows(train: Iterable[Document], heldout: Iterable[Document]) -> tu
     """
     pieces = [windows(document.text) for document in heldout]
     wanted = np.unique(np.concatenate(pieces)) if pieces else np.empty(0, np.uint64)
-    found = np.zeros(len(wanted), bool)
+    shared = np.zeros(len(wanted), bool)
     for batch in batched(
         (windows(document.text) for document in train), len, most=1000, size=_PIECE // SAMPLED
     ):
-        found |= np.isin(wanted, np.concatenate(batch))
-    return int(found.sum()), len(wanted)
+        shared |= np.isin(wanted, np.concatenate(batch))
+    return int(shared.sum()), len(wanted)
 
 
 def windows(text: str) -> np.ndarray:

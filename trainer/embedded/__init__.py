@@ -1,9 +1,8 @@
 """The model that ships with the package, its tokenizer and its artifacts.
 
-``model/training.json`` holds the plan that it was trained by;
-:mod:`msattn.trainer.recipes.embedded_model` trains its successor. The commands in
-``docs/measurements.md`` train the gates, k-means and query classifiers in ``artifacts/`` (one
-folder of each kind, found as ``embedded``).
+``model/training.json`` holds the plan that ``docs/experiments/embedded_model.py`` trained it by.
+The commands in ``docs/measurements.md`` train the gates, k-means and query classifiers in
+``artifacts/`` (one folder of each kind, found as ``embedded``).
 """
 
 from pathlib import Path

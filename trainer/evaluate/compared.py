@@ -11,27 +11,19 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from msattn.trainer import artifacts, models
-from msattn.trainer.config import POLICIES, EvalRunConfig, SelectConfig
+from msattn.trainer.config import EvalRunConfig, SelectConfig
+from msattn.trainer.config.policies import Multiscale, own_keys
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.row import WINDOW, Setting
 from msattn.trainer.evaluate.task import record
 from msattn.trainer.methods.base import CALIBRATED, DENSE, INDEPENDENT, ROPE, TOP_K, Method, Scorer
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.policies import Multiscale
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import BlockThresholds
 from msattn.trainer.methods.untrained import untrained_router, untrained_scorer
 from msattn.trainer.models.loading import Described, Loaded
 from msattn.trainer.serving.attach import Sparse, attach
-from msattn.trainer.serving.loading import LOADERS, ROUTER_KINDS
-
-TRAINING_COMMANDS = {  # keyed by the kind of artifact that they create
-    "gate": "train-gate",
-    "kmeans": "fit-kmeans",
-    "qmodel": "train-qmodel",
-    "decode_gate": "train-gate gate.phase=decode",
-}
 
 
 class MethodSetting(NamedTuple):
@@ -76,7 +68,7 @@ class ComparedSelection:
                 (Setting(f"shares {shares}"), self.select),
                 (Setting("sparsity", round(1 - cost, 4)), topk_of_equal_cost),
             ]
-        (key,) = POLICIES[self.select.policy]
+        (key,) = own_keys(self.select.policy)
         return [(Setting(self.select.policy, getattr(self.select, key)), self.select)]
 
     def cases(self, model: PreTrainedModel, sparsities: list[float]) -> list[MethodSetting]:
@@ -297,7 +289,7 @@ def find_compared(cfg: EvalRunConfig, model: Described | Loaded) -> Compared:
     manifests: dict[str, dict[str, Any]] = {}
     found: list[tuple[_Path, Any]] = []
     for each in paths:
-        module = LOADERS[each.kind](each.path)
+        module = artifacts.KINDS[each.kind].load(each.path)
         assert module.artifact is not None
         artifacts.check_model(module.artifact.manifest, model.fingerprint, strict=False)
         label = f"{each.kind} ({each.source})" if each.source else each.kind
@@ -327,27 +319,25 @@ def _artifact_paths(cfg: EvalRunConfig) -> tuple[list[_Path], list[str]]:
     """
     paths: list[_Path] = []
     notes = []
-    for kind, command in TRAINING_COMMANDS.items():
-        if not reads(cfg, "blocks" if kind == "gate" else "routings"):
+    for kind in artifacts.KINDS.values():
+        if not reads(cfg, "blocks" if kind.precedence is None else "routings"):
             continue
-        folder = cfg.folder / kind
-        default, given = artifacts.default_artifact(cfg, kind), getattr(cfg.artifacts, kind)
-        own = [_Path(kind, folder)] if default == folder else []
+        folder, given = cfg.folder / kind.name, getattr(cfg.artifacts, kind.name)
+        default = artifacts.default_artifact(cfg, kind.name)
+        own = [_Path(kind.name, folder)] if default == folder else []
         if given is not None:
-            if own and artifacts.find(given, kind).resolve() == folder.resolve():
+            if own and artifacts.find(given, kind.name).resolve() == folder.resolve():
                 own = []
-            own.append(
-                _Path(kind, given, ("embedded" if given == "embedded" else "named") if own else "")
-            )
+            source = ("embedded" if given == "embedded" else "named") if own else ""
+            own.append(_Path(kind.name, given, source))
         elif default is not None and not own:
-            own = [_Path(kind, default)]
+            own = [_Path(kind.name, default)]
             notes.append(
-                f"There is no {kind} at {folder}: the one that ships with msattn is measured."
+                f"There is no {kind.name} at {folder}: the one that ships with msattn is measured."
             )
-        if not own and kind != "decode_gate":  # another way to route, which few runs have
-            notes.append(
-                f"No {kind} at {folder}: `msattn {command} {cfg.arguments(cfg.name)}` creates it."
-            )
+        if not own and kind.expected:
+            command = f"msattn {kind.command} {cfg.arguments(cfg.name)}"
+            notes.append(f"No {kind.name} at {folder}: `{command}` creates it.")
         paths += own
     return paths, notes
 
@@ -381,7 +371,7 @@ def _block_selections(
 
 def _bucket_routings(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> list[ComparedRouting]:
     methods = []
-    for kind in ROUTER_KINDS:
+    for kind in artifacts.ROUTER_KINDS:
         for path, router in found:
             if path.kind == kind:
                 method = router.method.of(*[ROPE] * router.rope, source=path.source)

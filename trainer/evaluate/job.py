@@ -101,12 +101,13 @@ class Job:
         """Returns the rows of each measurement of ``plan``, in order; rows on disk are not measured
         again.
         """
-        found = [None if each.key is None else self.kept.get(*each.key) for each in plan]
+        kept_rows = [None if each.key is None else self.kept.get(*each.key) for each in plan]
         advance = self.bar(
-            title, sum(each.steps for each, rows in zip(plan, found, strict=True) if rows is None)
+            title,
+            sum(each.steps for each, rows in zip(plan, kept_rows, strict=True) if rows is None),
         )
         done: list[EvalRow] = []
-        for each, rows in zip(plan, found, strict=True):
+        for each, rows in zip(plan, kept_rows, strict=True):
             if rows is None:
                 rows = each.measure(advance, done[0] if done else None)
                 if each.key is not None:
@@ -173,7 +174,7 @@ def texts_hash(cfg: EvalRunConfig) -> str:
     haystacks = _haystacks(cfg)
     own = [cfg.data] if reads_data(cfg) and cfg.data.source != "hub" else []
     texts = [*own, *(_source(path) for path in haystacks.values() if path is not None)]
-    found = [source_identity(each, heldout=True) for each in texts]
+    identities = [source_identity(each, heldout=True) for each in texts]
     named = [
         (task, key, getattr(getattr(cfg.eval, task), key))
         for task in cfg.eval.tasks
@@ -182,8 +183,8 @@ def texts_hash(cfg: EvalRunConfig) -> str:
     files = [
         file for task, key, path in named if path for file in text_files(f"eval.{task}.{key}", path)
     ]
-    found += [file_hash(file) for file in files]
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+    identities += [file_hash(file) for file in files]
+    return hashlib.sha256(json.dumps(identities).encode()).hexdigest()[:16]
 
 
 def _haystacks(cfg: EvalRunConfig) -> dict[str, str | None]:

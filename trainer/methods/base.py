@@ -130,7 +130,7 @@ class GateScorer(Scorer, Protocol):
 
     ``select`` returns the bits of a block mask, int32 ``[B, Hq | Hkv, Tr, ceil(Tc / 32)]``. The
     number of the best blocks and the threshold are those of
-    :class:`~msattn.trainer.methods.policies.Best`.
+    :class:`~msattn.trainer.config.policies.Best`.
     """
 
     def select(

@@ -88,11 +88,11 @@ class Router(nn.Module, ABC):
         """
         recorded = self.artifact.manifest["details"].get("serving", {}) if self.artifact else {}
         defaults = decode_defaults(presets, self.num_buckets)
-        found = {
+        settings = {
             name: recorded.get(name, default) if given.get(name) is None else given[name]
             for name, default in defaults.items()
         }
-        return found | {"dense_layers": tuple(found["dense_layers"])}
+        return settings | {"dense_layers": tuple(settings["dense_layers"])}
 
     def budget(
         self, *, probes: int = 0, keys: float | None = None, threshold: float | None = None
@@ -186,9 +186,9 @@ class Router(nn.Module, ABC):
         if isinstance(budget, Probability):
             return dense_buckets(predicted, budget.least, budget.most)
         assert sizes is not None
-        held = sizes()
-        held = held.repeat_interleave(scores.shape[1] // held.shape[1], 1)
-        return dense_buckets(bucket_densities(predicted, held), budget.density, budget.most)
+        counts = sizes()
+        counts = counts.repeat_interleave(scores.shape[1] // counts.shape[1], 1)
+        return dense_buckets(bucket_densities(predicted, counts), budget.density, budget.most)
 
     def best(self, scores: Tensor, probes: int) -> Tensor:
         """Returns the ``probes`` buckets (0 to C) with the highest ``scores [B, H, C]``, unordered:

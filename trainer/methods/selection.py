@@ -17,6 +17,7 @@ from torch import Tensor
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.multiscale_attention import multiscale_attention
 from msattn.kernels.types import SparseAttention
+from msattn.trainer.config.policies import Best, CalibratedLayer, TokenBudget, TopK
 from msattn.trainer.config.select import SelectConfig
 from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.config.values import require
@@ -29,14 +30,13 @@ from msattn.trainer.methods.blocks import (
     RowCandidates,
     candidate_blocks,
 )
-from msattn.trainer.methods.policies import BY_NAME, Best, Calibrated, TopK
 from msattn.trainer.methods.thresholds import SHORT_ROWS, BlockThresholds, shortest_row
 from msattn.trainer.methods.untrained import untrained_scorer
 from msattn.trainer.models.layer_attention import LayerInputs, score_options, with_sinks
 
 SCORE_BYTES = 2**30  # of block scores or projected keys in memory at once
 OWN_ALWAYS = ("sink_blocks", "local_blocks")  # what a gate records of AlwaysRead
-Policy = Callable[[Tensor, Candidates], Tensor]  # see msattn.trainer.methods.policies
+Policy = Callable[[Tensor, Candidates], Tensor]  # see msattn.trainer.config.policies
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Selection:
     Attributes
     ----------
     policy : one policy for all layers, or a sequence with one for each layer: block scores and
-        candidates in, the blocks to read out, e.g. :class:`~msattn.trainer.methods.policies.TopK`.
+        candidates in, the blocks to read out, e.g. :class:`~msattn.trainer.config.policies.TopK`.
         :meth:`from_config` makes it from a configuration.
     scorer : source of the block scores.
     always : blocks that every row reads. They and the row's own (diagonal) block count towards the
@@ -200,8 +200,8 @@ def _check_always(asked: AlwaysRead, recorded: AlwaysRead) -> None:
 
 
 def _policy(cfg: SelectConfig, sizes: BlockSizes) -> Policy:
-    values, kind = vars(cfg) | {"block_size": sizes.keys}, BY_NAME[cfg.policy]
-    return kind(**{item.name: values[item.name] for item in fields(kind)})
+    policy = cfg.make_policy()
+    return replace(policy, block_size=sizes.keys) if isinstance(policy, TokenBudget) else policy
 
 
 def _calibrated(
@@ -220,10 +220,11 @@ def _calibrated(
         )
     share = 1 - cfg.sparsity
     above = shortest_row(cfg.sparsity, always, sizes)
-    found = [table.row_threshold(layer, cfg.sparsity) for layer in range(len(table.layers))]
+    thresholds = [table.row_threshold(layer, cfg.sparsity) for layer in range(len(table.layers))]
     top_k = TopK(sparsity=cfg.sparsity)
     return [
-        top_k if each is None else Calibrated(share * table.floor, *each, above) for each in found
+        top_k if of_rows is None else CalibratedLayer(share * table.floor, *of_rows, above)
+        for of_rows in thresholds
     ]
 
 

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Interval
 
-from msattn.trainer.errors import UserError, first_line
+from msattn.trainer.errors import UserError, first_line, library_errors
 from msattn.trainer.models.config_keys import Architecture, Share, TokenId
 from msattn.trainer.models.families import FAMILIES, refusal
 from msattn.trainer.models.gguf import gguf_config
-from msattn.trainer.models.limited import limited
 from msattn.trainer.storage.documents import checked
 from msattn.trainer.storage.model_files import ModelFiles
 
@@ -90,10 +89,10 @@ def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
     checked(document, Architecture, where)
     keys = _passed(document)
     if quantization := keys.get("quantization_config"):
-        limited(
-            lambda: _check_quantization(quantization),
-            f"{where}: quantization_config is not accepted",
-        )
+        from transformers.quantizers import AutoQuantizationConfig
+
+        with library_errors(f"{where}: quantization_config is not accepted"):
+            AutoQuantizationConfig.from_dict(quantization)
     return build_config(family, keys | {"name_or_path": str(files.source)}, where)
 
 
@@ -165,10 +164,3 @@ def generation_config(files: ModelFiles, config: "PreTrainedConfig") -> "Generat
     if "do_sample" in known:
         known["do_sample"] = bool(known["do_sample"])  # null is False
     return GenerationConfig(**known)
-
-
-def _check_quantization(quantization: dict[str, Any]) -> None:
-    """Raises an error of any kind unless transformers knows the method and its keys."""
-    from transformers.quantizers import AutoQuantizationConfig
-
-    AutoQuantizationConfig.from_dict(quantization)

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from msattn.trainer.errors import UserError, print_once
-from msattn.trainer.models.limited import limited
+from msattn.trainer.errors import UserError, library_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,25 +78,15 @@ def answer_end(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
         return []
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
 
-    def after_answer() -> list[int]:
-        try:
-            text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-        except (
-            Exception
-        ):  # a template that takes no answers; for other messages it is refused where they are
-            return []
-        tokens = (
-            tokenizer(text.rpartition(MARK)[2].lstrip(), add_special_tokens=False).input_ids
-            if MARK in text
-            else []
-        )
-        return [token for token in tokens[:1] if token in tokenizer.added_tokens_decoder]
-
     try:
-        return limited(after_answer, "the chat template")
-    except UserError as error:
-        print_once(f"warning: it is not known what ends an answer: {error}")
+        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception:  # a template without answers; for other messages it is refused where they are
         return []
+    if MARK not in text:
+        return []
+    after = text.rpartition(MARK)[2].lstrip()
+    tokens = tokenizer(after, add_special_tokens=False).input_ids[:1]
+    return [token for token in tokens if token in tokenizer.added_tokens_decoder]
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -118,19 +107,15 @@ def _render(tokenizer: "PreTrainedTokenizerBase", messages: Messages) -> str:
         raise UserError(
             "chat: the tokenizer has no chat template; chat=false sends prompts unchanged"
         )
-    return limited(
-        lambda: str(
+    with library_errors("messages: the model's chat template refuses them"):
+        return str(
             tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ),
-        "messages: the model's chat template refuses them",
-    )
+        )
 
 
 def _tokens(tokenizer: "PreTrainedTokenizerBase", text: str, **options: bool) -> list[int]:
-    tokens = limited(
-        lambda: list(tokenizer(text, **options).input_ids),
-        "prompt: the model's tokenizer refuses it",
-    )
+    with library_errors("prompt: the model's tokenizer refuses it"):
+        tokens = list(tokenizer(text, **options).input_ids)
     if not tokens:
         raise UserError("prompt: the model's tokenizer returns no token for it")
     return tokens

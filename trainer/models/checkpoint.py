@@ -11,7 +11,7 @@ import torch
 from annotated_types import Len
 from safetensors import safe_open
 
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import UserError, library_errors
 from msattn.trainer.models.config_keys import FileName
 from msattn.trainer.models.families import (
     family_of,
@@ -24,7 +24,6 @@ from msattn.trainer.models.families import (
 )
 from msattn.trainer.models.gguf import check_tensors
 from msattn.trainer.models.identity import has_values
-from msattn.trainer.models.limited import limited
 from msattn.trainer.storage.documents import check_regular, checked
 from msattn.trainer.storage.model_files import INDEX, SAFETENSORS, WEIGHT_FILES, ModelFiles
 
@@ -74,10 +73,7 @@ def checked_weights(files: ModelFiles, config: "PreTrainedConfig") -> Path:
     _check_size(files, config, bits * sum(part.stat().st_size for part in parts))
     if first.startswith("pytorch"):
         for part in parts:
-            limited(
-                lambda part=part: _check_pickle(part),
-                f"{files.name}: {part.name} does not contain only weights",
-            )
+            _check_pickle(part, f"{files.name}: {part.name} does not contain only weights")
     else:
         _check_headers(files, parts, quantized=is_quantized(config))
     return folder
@@ -149,20 +145,21 @@ def _check_headers(files: ModelFiles, parts: list[Path], quantized: bool) -> Non
                     )
 
 
-def _check_pickle(path: Path) -> None:
-    """Raises an error of any kind unless ``path`` contains only named tensors, without code or
-    other objects.
+def _check_pickle(path: Path, where: str) -> None:
+    """Raises UserError unless ``path`` contains only named tensors, without code or other
+    objects.
     """
-    content = torch.load(path, map_location="meta", weights_only=True)
+    with library_errors(where):
+        content = torch.load(path, map_location="meta", weights_only=True)
     if not isinstance(content, dict):
-        raise TypeError(f"it is a {type(content).__name__}")
+        raise UserError(f"{where} (it is a {type(content).__name__})")
     for name, value in content.items():
         if (
             not isinstance(name, str)
             or not isinstance(value, torch.Tensor)
             or not value.is_floating_point()
         ):
-            raise TypeError(f"{name!r:.80} is no tensor of real numbers")
+            raise UserError(f"{where} ({name!r:.80} is no tensor of real numbers)")
 
 
 def _check_size(files: ModelFiles, config: "PreTrainedConfig", most: int) -> None:

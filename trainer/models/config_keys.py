@@ -1,7 +1,8 @@
-"""Accepted values of the keys of ``config.json``.
+"""Accepted values of the keys of ``config.json`` in which transformers accepts absurd values, of
+which some give NaN, wrong numbers, or errors of their own in the model.
 
-transformers accepts absurd values, including some that give NaN. The keys of all families share one
-class, because a name has the same meaning in each family. Defaults are transformers' own.
+The keys of all families share one class, because a name has the same meaning in each family.
+Defaults are transformers' own.
 """
 
 from dataclasses import dataclass
@@ -19,17 +20,6 @@ Positive = Annotated[float, Interval(gt=0, le=1e6)]
 Share = Annotated[float, Interval(ge=0, le=1)]
 Experts = Annotated[int, Interval(ge=1, le=4096)]
 FileName = Annotated[str, StringConstraints(pattern=r"^\w[\w.-]*$", max_length=255)]
-Activation = Literal[
-    "silu",
-    "swish",
-    "gelu",
-    "gelu_fast",
-    "gelu_new",
-    "gelu_pytorch_tanh",
-    "quick_gelu",
-    "relu",
-    "relu2",
-]
 
 
 @dataclass(frozen=True)
@@ -85,21 +75,16 @@ class LayerSizes:
 
 @dataclass(frozen=True)
 class Architecture:
-    """The checked keys; of others transformers checks the types."""
+    """The checked keys; others transformers checks itself."""
 
     model_type: str
     vocab_size: Vocabulary
     hidden_size: Size
     num_hidden_layers: Annotated[int, Interval(ge=1, le=1024)]
     num_attention_heads: Annotated[int, Interval(ge=1, le=4096)]
-    intermediate_size: Size | None = None  # none where all MLPs are mixtures of experts
     num_key_value_heads: Annotated[int, Interval(ge=1, le=4096)] | None = None
     head_dim: Annotated[int, Interval(ge=1, le=4096)] | None = None
     max_position_embeddings: Positions = 2048
-    hidden_act: Activation = "silu"
-    hidden_activation: Activation = "gelu_pytorch_tanh"  # Gemma
-    rms_norm_eps: Annotated[float, Interval(gt=0, le=0.1)] = 1e-6
-    attention_dropout: Share | None = 0.0
     bos_token_id: TokenId | None = None
     eos_token_id: TokenId | list[TokenId] | None = None
     pad_token_id: TokenId | None = None
@@ -111,13 +96,11 @@ class Architecture:
     partial_rotary_factor: Share | None = None
     original_max_position_embeddings: Positions | None = None
     no_rope_layers: list[Annotated[int, Interval(ge=0, le=1)]] | None = None
-    no_rope_layer_interval: Annotated[int, Interval(ge=1, le=1024)] = 4
     # Layers with other sizes, or with the keys of others.
     per_layer_config: dict[str, LayerSizes] | None = None
     global_head_dim: Annotated[int, Interval(ge=1, le=4096)] | None = None
     num_global_key_value_heads: Annotated[int, Interval(ge=1, le=4096)] | None = None
     num_kv_shared_layers: Annotated[int, Interval(ge=0, le=1024)] | None = 0
-    hidden_size_per_layer_input: Annotated[int, Interval(ge=0, le=2**20)] = 256
     vocab_size_per_layer_input: Vocabulary | None = None
     # Layers that attend within windows and chunks, and what is done to their scores.
     layer_types: (
@@ -128,15 +111,9 @@ class Architecture:
     ) = None
     # every n-th layer; the others are linear attention
     full_attention_interval: Annotated[int, Interval(ge=1, le=1024)] = 4
-    linear_conv_kernel_dim: Annotated[int, Interval(ge=1, le=1024)] = 4
-    linear_num_key_heads: Annotated[int, Interval(ge=1, le=4096)] = 16
-    linear_num_value_heads: Annotated[int, Interval(ge=1, le=4096)] = 32
-    linear_key_head_dim: Annotated[int, Interval(ge=1, le=4096)] = 128
-    linear_value_head_dim: Annotated[int, Interval(ge=1, le=4096)] = 128
     sliding_window: Positions | None = None
     sliding_window_pattern: Annotated[int, Interval(ge=1, le=1024)] = 6
     is_causal: bool = True
-    max_window_layers: Annotated[int, Interval(ge=0, lt=2**20)] = 0
     attention_chunk_size: Positions | None = None
     floor_scale: Positions = 8192
     attn_scale: Share = 0.1
@@ -148,20 +125,14 @@ class Architecture:
     attention_multiplier: Positive = 1.0
     logits_scaling: Positive = 1.0
     # Mixtures of experts.
-    intermediate_size_mlp: Size = 16384
-    moe_intermediate_size: Size | None = None
     num_local_experts: Experts | None = None
     num_experts: Experts | None = None
     n_routed_experts: Experts | None = None
     num_experts_per_tok: Experts | None = None
     moe_topk: Experts | list[Experts] | None = None
-    shared_expert_intermediate_size: Size | None = None
     decoder_sparse_step: Experts = 1
-    interleave_moe_layer_step: Experts = 1
-    swiglu_alpha: Positive = 1.702
     swiglu_limit: Positive = 7.0
     quantization_config: dict[str, Any] | None = None
-    tokenizer_class: str | None = None  # unless tokenizer_config.json names one
     # Other models, or other files, than the keys above describe.
     compression_config: None = None
     configuration_files: None = None

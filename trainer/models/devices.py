@@ -34,8 +34,8 @@ def compute_devices(model: "nn.Module") -> list[torch.device]:
     """Returns the devices on which ``model`` computes, in the order of its weights, even if these
     are offloaded.
     """
-    found = dict.fromkeys(tensor.device for tensor in chain(model.parameters(), model.buffers()))
-    return [device for device in found if device.type != "meta"]
+    devices = dict.fromkeys(tensor.device for tensor in chain(model.parameters(), model.buffers()))
+    return [device for device in devices if device.type != "meta"]
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:

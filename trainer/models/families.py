@@ -226,9 +226,9 @@ def decoder(model: "PreTrainedModel") -> Any:
     """Returns the module with the embedding, ``layers`` and the final norm, also of a PEFT
     model.
     """
-    found: Any = model.get_decoder()
+    model_decoder: Any = model.get_decoder()
     # Llama 4 returns the model with its head
-    return found if hasattr(found, "layers") else found.model
+    return model_decoder if hasattr(model_decoder, "layers") else model_decoder.model
 
 
 def text_config(config: "PreTrainedConfig") -> Any:

@@ -1,6 +1,4 @@
-"""Calls in a child process with limits of time and memory, such as those of a model's chat
-template.
-"""
+"""Calls in a child process with limits of time and memory: the first use of a tokenizer."""
 
 import faulthandler
 import multiprocessing

@@ -36,13 +36,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 IMPLEMENTATION = "msattn_tap"
-# The name of the same implementation
-# - from the first manager of continuous batching on, which accepts only names that contain "flash".
-#   It is not the name from
-#   the start, because transformers then passes 2D masks to generate, also without padding, and
-# reads them at each token.
-# - for models whose last layers read the keys of others (Gemma 4): with other names these cut
-#   queries and 4D masks.
+# A second name of the same implementation, as transformers decides by the name:
+# - Managers of continuous batching accept only names that contain "flash", so the first manager
+#   sets this one. Before that it would cost time: transformers then passes 2D masks to generate,
+#   also without padding, and reads them at each token.
+# - Models whose last layers read the keys of others (Gemma 4) have it from the start: with other
+#   names they cut queries and 4D masks.
 BATCHED_IMPLEMENTATION = "msattn_flash_tap"
 TAP = "msattn_tap"  # keyword that hands an attention function its layer's tap
 # keyword of a decoder whose cache is paged, which stands for the cache of each layer

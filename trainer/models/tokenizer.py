@@ -93,7 +93,7 @@ def load_tokenizer(
 
     if (path := files.gguf) is not None:
         gguf_header(path, files.name)
-        limited(lambda: _there_and_back(gguf_tokenizer(path)), f"{files.name}: no tokenizer")
+        limited(lambda: _tried(gguf_tokenizer(path)), f"{files.name}: no tokenizer")
         return gguf_tokenizer(path)
     if files.folder is not None and not any(files.find(name) for name in (VOCABULARY, *SLOW)):
         raise UserError(
@@ -113,7 +113,7 @@ def load_tokenizer(
     try:
         if not trust_remote_code:
             _check_files(files)
-            limited(lambda: _there_and_back(load()), f"{files.name}: no tokenizer")
+            limited(lambda: _tried(load()), f"{files.name}: no tokenizer")
         return load()
     except (OSError, ValueError, KeyError) as error:
         raise files.error(error) from error
@@ -134,8 +134,17 @@ def _check_files(files: ModelFiles) -> None:
         files.check(name)
 
 
-def _there_and_back(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Returns a short text after encoding and decoding."""
+def _tried(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Returns a short text after encoding and decoding. The chat template is tried, too: it may
+    raise an error, for it is not known which messages it takes, but not run without end.
+    """
+    if tokenizer.chat_template is not None:
+        try:
+            tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+        except MemoryError:
+            raise
+        except Exception:
+            pass
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
         if getattr(backend.model, "dropout", None):

@@ -24,9 +24,9 @@ from transformers import LlamaForCausalLM, LlamaModel
 from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
-from msattn.kernels.conv_attention import conv_attention
-from msattn.kernels.conv_decode import conv_decode
-from msattn.kernels.head_mix_attention import head_mix_attention
+from msattn.kernels.multi_token.conv_attention import conv_attention
+from msattn.kernels.multi_token.conv_decode import conv_decode
+from msattn.kernels.multi_token.head_mix_attention import head_mix_attention
 from msattn.kernels.types import ConvMask
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.layer_attention import causal_attention
@@ -47,7 +47,7 @@ class MultiTokenAttention(nn.Module):
         to the current one and the ``c_k`` keys around each key.
     mask : {"query", "key"}
         Scores that count as 0 in the convolution; see
-        :func:`~msattn.kernels.conv_attention.conv_attention`.
+        :func:`~msattn.kernels.multi_token.conv_attention.conv_attention`.
     head_mixing : {"scores", "group"}, optional
         ``scores``: each head's scores become a weighted sum over all heads' scores, before the
         softmax. ``group``: the query heads of a key/value head mix their probabilities, after the

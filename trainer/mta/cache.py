@@ -36,15 +36,15 @@ class QueryWindowLayer(DynamicLayer):
         if self.reach == 0:
             return q
         needed = min(self.reach, self.get_seq_length())
-        held = q[:, :, :0] if self.query_window is None else self.query_window
-        if held.shape[2] < needed:
+        earlier = q[:, :, :0] if self.query_window is None else self.query_window
+        if earlier.shape[2] < needed:
             raise UserError(
                 f"past_key_values: cropped by more than {ROLLBACK} tokens, earlier queries are "
                 f"not kept"
             )
         keep = self.reach + ROLLBACK
-        self.query_window = torch.cat([held, q[:, :, -keep:]], dim=2)[:, :, -keep:]
-        return torch.cat([held[:, :, held.shape[2] - needed :], q], dim=2) if needed else q
+        self.query_window = torch.cat([earlier, q[:, :, -keep:]], dim=2)[:, :, -keep:]
+        return torch.cat([earlier[:, :, earlier.shape[2] - needed :], q], dim=2) if needed else q
 
     def reset(self) -> None:
         """Removes all tokens."""
@@ -84,14 +84,15 @@ def query_window_layer(cache: Cache, layer: int, reach: int) -> QueryWindowLayer
 
     Raises UserError if the layer holds tokens whose queries are unknown, or has another type.
     """
-    held: Any = cache.layers[layer] if layer < len(cache.layers) else DynamicLayer()
-    if isinstance(held, QueryWindowLayer):
-        return held
-    if type(held) is not DynamicLayer:
+    existing: Any = cache.layers[layer] if layer < len(cache.layers) else DynamicLayer()
+    if isinstance(existing, QueryWindowLayer):
+        return existing
+    if type(existing) is not DynamicLayer:
         raise UserError(
-            f"past_key_values: expected a growing cache (DynamicCache), not a {type(held).__name__}"
+            f"past_key_values: expected a growing cache (DynamicCache), not a "
+            f"{type(existing).__name__}"
         )
-    if held.get_seq_length():
+    if existing.get_seq_length():
         raise UserError(
             f"past_key_values: layer {layer} was filled by another attention without queries; "
             f"expected an empty DynamicCache"

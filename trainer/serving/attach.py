@@ -2,15 +2,20 @@
 ``load`` for artifacts.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from msattn.trainer.config.select import SelectConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.buckets import Router
+from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.devices import compute_devices
 from msattn.trainer.models.families import decoder
 from msattn.trainer.models.identity import fingerprint
@@ -20,7 +25,7 @@ from msattn.trainer.serving.build import ModelInfo, build_sparse
 from msattn.trainer.serving.engines.generate_batch import batching
 from msattn.trainer.serving.hooks import hooked, padding_before_text
 from msattn.trainer.serving.loading import check_model, load
-from msattn.trainer.serving.options import AttachOptions, takes
+from msattn.trainer.serving.options import AttachOptions
 from msattn.trainer.serving.sparse import Sparse
 from msattn.trainer.serving.steps import decoding_steps
 
@@ -33,9 +38,27 @@ __all__ = ["Sparse", "attach", "disable", "enable", "enabled", "load"]
 _ENABLED = "_msattn_enabled"
 
 
-@takes(AttachOptions)
 @contextmanager
-def attach(model: "PreTrainedModel", options: AttachOptions) -> Iterator[Sparse]:
+def attach(
+    model: "PreTrainedModel",
+    *,
+    gate: Gate | str | Path | None = None,
+    select: Selection | SelectConfig | Mapping[str, Any] | str | None = None,
+    sparsity: float | None = None,
+    qmodel: Router | str | Path | None = None,
+    probes: int | None = None,
+    keys: float | None = None,
+    threshold: float | None = None,
+    recent: int | None = None,
+    sink: int | None = None,
+    dense_layers: Sequence[int] | None = None,
+    dense_below: int | None = None,
+    independent: bool = False,
+    strict: bool = False,
+    cuda_graphs: bool = True,
+    measure_recall: bool = False,
+    measure_time: bool = False,
+) -> Iterator[Sparse]:
     """Runs ``model`` with sparse attention inside the context, in forward passes and ``generate``.
 
     Prompts read the blocks that ``select`` chooses from the scores of ``gate``, or of the method
@@ -49,7 +72,39 @@ def attach(model: "PreTrainedModel", options: AttachOptions) -> Iterator[Sparse]
         Models with images are served on their text decoder.
         :func:`msattn.trainer.models.families.attention_layers` says which layers can be sparse; the
         others keep their own attention.
-    **options : :class:`AttachOptions`.
+    gate : a loaded gate, its folder, the folder of its run (``outputs/tiny/base``), a Hub id, or
+        ``embedded`` (the gate that ships with the package, for the embedded model). Prompts read
+        the blocks that ``select`` chooses from its scores.
+    select : how blocks are selected: a policy (``topk``), training-free scores (``quest``, which
+        need no gate), the keys of a :class:`SelectConfig`, or an object. With a gate, None means
+        ``calibrated``, as on the command line, or ``topk`` if the gate has no calibrated
+        thresholds. A ``Selection`` object applies to prompts of every length.
+    sparsity : share of the visible blocks that is not read, for policies with this key; None: the
+        value of ``select``, 0.5 by default.
+    qmodel : the decoding router: a query classifier, a decode gate or a k-means, given like
+        ``gate``, or a training-free router by name (``quest``; a folder of that name is
+        ``./quest``) or as an object. New tokens read the dense window and ``probes`` buckets, or
+        blocks of decode gates.
+    probes : buckets that each decoded query reads; None: as recorded in the artifact.
+    keys : replaces probes: mean share of the keys outside the dense window that decoded queries
+        read, e.g. 0.05; with decode gates also their number, rounded down to whole blocks.
+    threshold : replaces probes and keys: a decode gate reads the blocks with at least this
+        probability, e.g. 0.005.
+    recent : number of last keys that are always read; None: as recorded in the artifact.
+    sink : number of first keys that are always read; None: as recorded in the artifact.
+    dense_layers : layers in which decoding reads every key; None: as recorded in the artifact.
+    dense_below : attention is dense below this number of keys; None: the measured break-even
+        lengths.
+    independent : each query head reads its own buckets. By default a query group shares them, so
+        that memory is read once for all heads of the group.
+    strict : refuse artifacts that were made for different weights of the same shape, e.g. before
+        quantization or fine-tuning. By default these cause a warning. The adapters of PEFT models
+        are not compared.
+    cuda_graphs : decode with CUDA graphs on a GPU. Passes that cannot be captured run without
+        graphs, with a warning that says why. Prompts of small models run as graphs from the third
+        prompt of a length on.
+    measure_recall : also measure the attention mass that is read, at the cost of a dense pass.
+    measure_time : also measure the time of selection and of attention on the device.
 
     Yields
     ------
@@ -71,9 +126,9 @@ def attach(model: "PreTrainedModel", options: AttachOptions) -> Iterator[Sparse]
 
     With a selection, passes over several tokens after cached ones (chunked prefill, the next turn
     of a chat) are sparse. A cache that was filled outside the context can be used: keys before RoPE
-    are recovered by inverting the rotation. Dynamic RoPE cannot be inverted, so such passes are
-    dense and count as ``dense_fallbacks``. Passes that are dense because this is faster count as
-    ``dense_by_choice``.
+    are recovered by inverting the rotation. Dynamic RoPE cannot be inverted, so passes after such a
+    cache are dense and count as ``dense_fallbacks``. Passes that are dense because this is faster
+    count as ``dense_by_choice``.
 
     Without an attention mask, ``generate`` treats pad tokens before a text as padding and pad
     tokens inside the text as tokens; transformers alone would mask both. Right padding is refused.
@@ -85,6 +140,24 @@ def attach(model: "PreTrainedModel", options: AttachOptions) -> Iterator[Sparse]
     from the third prompt of a length on. Changes of forward hooks and adapters take effect at the
     next pass over several tokens.
     """
+    options = AttachOptions(
+        gate=gate,
+        select=select,
+        sparsity=sparsity,
+        qmodel=qmodel,
+        probes=probes,
+        keys=keys,
+        threshold=threshold,
+        recent=recent,
+        sink=sink,
+        dense_layers=dense_layers,
+        dense_below=dense_below,
+        independent=independent,
+        strict=strict,
+        cuda_graphs=cuda_graphs,
+        measure_recall=measure_recall,
+        measure_time=measure_time,
+    )
     check_model(model)
     functions = (
         partial(fingerprint, model),
@@ -102,20 +175,18 @@ def attach(model: "PreTrainedModel", options: AttachOptions) -> Iterator[Sparse]
         yield sparse
 
 
-@takes(AttachOptions)
-def enable(model: "PreTrainedModel", options: AttachOptions) -> Sparse:
+def enable(model: "PreTrainedModel", **options: Any) -> Sparse:
     """Runs ``model`` with sparse attention, e.g. in a server, until :func:`disable` is called.
 
     Parameters
     ----------
-    model : as for :func:`attach`.
-    **options : :class:`AttachOptions`.
+    model, **options : as for :func:`attach`.
 
     Raises
     ------
     UserError : as :func:`attach`.
     """
-    context = attach(model, **vars(options))
+    context = attach(model, **options)
     sparse = context.__enter__()
     vars(model)[_ENABLED] = context, sparse
     return sparse

@@ -88,18 +88,20 @@ class Dispatch:
         return Decision(self.routed) if known else Decision(None, FALLBACK)
 
     def tokens_until_routed(self, keys: int, batch: int) -> int:
-        """Returns the number of tokens, after ``keys``, until the new tokens of each sequence read
-        buckets; 0: they do.
+        """Returns the number of tokens that sequences of ``keys`` keys decode densely before they
+        read buckets.
         """
         return max(0, self.shortest_routed(batch) - keys) if self.routed_layers else sys.maxsize
 
     def short_sequences(
         self, batch: int, keys: Any, padding: Tensor | None = None
     ) -> Tensor | None:
-        """Returns which sequences are too short for buckets, bool ``[B]``; None if none is.
+        """Returns a mask of the sequences that are too short to read buckets, bool ``[B]``; None if
+        no sequence can be.
 
-        Only the device knows their lengths: ``keys``, an int or ``[B]``, less ``padding [B]``.
-        Short ones get a window of all keys, so that each sequence is read as it would be alone.
+        A sequence has ``keys`` (an int or ``[B]``) less ``padding [B]`` keys, numbers that stay on
+        the device. The window of a short sequence is widened to all of its keys, so that it reads
+        the same keys in a batch as alone.
         """
         shortest = self.shortest_routed(batch)
         if shortest <= 1:

@@ -136,8 +136,8 @@ class FusedAttention(_Fused):
         ):
             return False
         layer, size = cache.layers[self.layer], self.module.head_dim
-        held = layer.key_buffer.memory if isinstance(layer, GrowingLayer) else None
-        alike = held is None or (held.dtype == hidden.dtype and held.device == hidden.device)
+        memory = layer.key_buffer.memory if isinstance(layer, GrowingLayer) else None
+        alike = memory is None or (memory.dtype == hidden.dtype and memory.device == hidden.device)
         return (
             isinstance(layer, GrowingLayer)
             and alike

@@ -151,11 +151,11 @@ def check_held(
     accepted = [batch, kv_heads, length, head_dim(config)]
     for number in served if every_layer else (served[0], served[-1]):
         for buffer in (layers[number].key_buffer, layers[number].value_buffer):
-            held = list(buffer.memory.shape) if buffer.length else accepted.copy()
-            held[2] = min(buffer.length, held[2])
-            if held != accepted:
+            shape = list(buffer.memory.shape) if buffer.length else accepted.copy()
+            shape[2] = min(buffer.length, shape[2])
+            if shape != accepted:
                 raise UserError(
-                    f"past_key_values: it holds {held} [sequences, heads, tokens, size]; expected "
+                    f"past_key_values: it holds {shape} [sequences, heads, tokens, size]; expected "
                     f"{accepted}"
                 )
 
@@ -185,9 +185,11 @@ def check_memory(
     size_of_token = (
         2 * batch * num_kv_heads(config) * head_dim(config) * dtype.itemsize * len(served)
     )
-    wanted, held = grown_capacity(length + tokens), size_of_token * capacity
+    wanted, allocated = grown_capacity(length + tokens), size_of_token * capacity
     # layers grow in turn
-    needed = size_of_token * wanted - held + max(held, size_of_token * wanted) // len(served)
+    needed = (
+        size_of_token * wanted - allocated + max(allocated, size_of_token * wanted) // len(served)
+    )
     reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + reusable
     if needed > free:

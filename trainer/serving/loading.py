@@ -26,15 +26,6 @@ from msattn.trainer.storage.replace import current_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# kinds of artifacts that decode, in order of precedence
-ROUTER_KINDS = ("qmodel", "decode_gate", "kmeans")
-LOADERS = {
-    "gate": Gate.load,
-    "kmeans": KMeans.load,
-    "qmodel": QModel.load,
-    "decode_gate": DecodeGate.load,
-}
-
 
 def load(path: str | Path) -> Gate | KMeans | QModel | DecodeGate:
     """Loads an artifact of any kind, on the CPU.
@@ -47,14 +38,14 @@ def load(path: str | Path) -> Gate | KMeans | QModel | DecodeGate:
     ------
     UserError : the artifact is missing, damaged or has another format version.
     """
-    return LOADERS[artifacts.read_kind(path)](path)
+    return artifacts.KINDS[artifacts.read_kind(path)].load(path)
 
 
 def load_router(qmodel: str | Path, config: "PreTrainedConfig") -> Router:
     """Returns the training-free router of this name, for the model with this ``config``, or loads a
     router.
 
-    From a folder with several, loads the first of ``ROUTER_KINDS``. A str that is a name is not a
+    From a folder with several, loads the one that has precedence. A str that is a name is not a
     folder; ``./quest`` is.
     """
     if isinstance(qmodel, str) and qmodel in ROUTERS:
@@ -67,7 +58,7 @@ def load_router(qmodel: str | Path, config: "PreTrainedConfig") -> Router:
         and not os.path.lexists(current_folder(Path(qmodel)))
     ):
         one_of("qmodel", qmodel, (*ROUTERS, "embedded", "the folder or Hub id of an artifact"))
-    artifact = load(artifacts.find(qmodel, *ROUTER_KINDS))
+    artifact = load(artifacts.find(qmodel, *artifacts.ROUTER_KINDS))
     if isinstance(artifact, Gate):
         accepted = "expected a qmodel, a decode_gate or a kmeans artifact"
         raise UserError(f"qmodel={qmodel}: this is a gate for prefill; {accepted}")

@@ -89,11 +89,11 @@ class Statistics:
         """
         with self._lock:
             layers = sorted(name for name in self._counts if isinstance(name, int))
-            found = [(layer, self._sum(layer), self._counts[layer]) for layer in layers]
-        if not found:
+            totals = [(layer, self._sum(layer), self._counts[layer]) for layer in layers]
+        if not totals:
             return None, None
-        total = sum(value for _, value, _ in found) / sum(count for *_, count in found)
-        return total, {layer: value / count for layer, value, count in found}
+        total = sum(value for _, value, _ in totals) / sum(count for *_, count in totals)
+        return total, {layer: value / count for layer, value, count in totals}
 
     def count(self, name: Name, times: int = 1) -> None:
         """Counts ``name`` that many times."""

@@ -139,14 +139,14 @@ class DecodingSteps(NotCopied):
         cache: Any = arguments.get("past_key_values")
         step = None if cache is None else self._steps.get(cache)
         if step is not None:
-            step.lasts(0, [])  # buffers and hooks are looked at again before the next step
+            step.lasts(0, [])  # the next step checks buffers and hooks again
         return self.original(**arguments)
 
     def _next_token(self, cache: Any, inputs: dict[str, Tensor], arguments: dict[str, Any]) -> Any:
         """Returns the output of a step; None if the bucket index must be rebuilt first.
 
-        The step is launched with the padding of the last token before the mask is read back, and
-        run again if that differs.
+        The mask, which has the padding, is on the device. In order not to wait for it, the step is
+        launched with the padding of the step before, and run again if the mask has another one.
         """
         length, mask, step = (
             cache.get_seq_length(),
@@ -254,7 +254,7 @@ class DecodingSteps(NotCopied):
         step.write(inputs, length, self.sparse.window(cache, length + 1), padding)
         if step.has_run and step.graph is None and self.cuda_graphs and not step.refused:
             self._capture(step, arguments)
-        # launched where it will be captured, so that its workspaces exist
+        # the first run is on the stream of the capture, where libraries allocate their workspaces
         first = not step.has_run and self.cuda_graphs
         with on_capture_stream(step.position.device) if first else nullcontext():
             hidden = step.run(partial(self._launch, step, arguments))

@@ -89,21 +89,19 @@ class ModelFiles:
         Raises UserError if it is not a regular file, is a link that leaves the folder, or is
         ``required`` and missing.
         """
-        found = (
-            self._download(file, True) if self.folder is None and required else self.locate(file)
-        )
-        if found is None and required:
+        path = self._download(file, True) if self.folder is None and required else self.locate(file)
+        if path is None and required:
             raise UserError(
                 f"{self.name}: the {self.kind} has no {file}, so it is not a Hugging Face model"
             )
-        if found is not None:
-            check_regular(found, f"{self.name}: {file}")
+        if path is not None:
+            check_regular(path, f"{self.name}: {file}")
             check_contained(
-                found,
-                root_of_links(found.parents[len(Path(file).parts) - 1]),
+                path,
+                root_of_links(path.parents[len(Path(file).parts) - 1]),
                 f"{self.name}: {file}",
             )
-        return found
+        return path
 
     def check(self, file: str) -> None:
         """Raises UserError like :meth:`find`, or if a file that libraries will read is larger than
@@ -162,10 +160,10 @@ class ModelFiles:
                     "revision": self.revision,
                     "_raise_exceptions_for_missing_entries": required,
                 }
-                found = cached_file(str(self.source), file, **options)
+                cached = cached_file(str(self.source), file, **options)
         except (OSError, ValueError) as error:
             raise self.error(error) from error
-        return None if found is None else Path(found)
+        return None if cached is None else Path(cached)
 
 
 def local_folder(path: str) -> Path | None:
@@ -185,17 +183,17 @@ def local_model(path: str, name: str) -> Path | None:
     folder = local_folder(path)
     if folder is None or any(os.path.lexists(folder / weights) for weights in WEIGHT_FILES):
         return folder
-    found = (
+    files = (
         sorted(each for each in folder.iterdir() if _is_gguf(each))
         if os.access(folder, os.R_OK | os.X_OK)
         else []
     )
-    if len(found) > 1:
+    if len(files) > 1:
         raise UserError(
-            f"{name}: several GGUF files: {', '.join(each.name for each in found)}; give the path "
+            f"{name}: several GGUF files: {', '.join(each.name for each in files)}; give the path "
             f"of one"
         )
-    return found[0] if found else folder
+    return files[0] if files else folder
 
 
 def _is_gguf(path: Path) -> bool:

@@ -1,7 +1,6 @@
 """Atomic replacement of result files and folders."""
 
 import csv
-import ctypes
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,6 @@ from safetensors import SafetensorError
 from msattn.trainer.errors import UserError, write_error
 
 Row = TypeVar("Row")
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # arguments of renameat2(2)
 
 
 @contextmanager
@@ -86,7 +84,7 @@ def replace_folder(
         yield new
         sync_tree(new)
         if folder.exists():
-            _exchange(new, folder, _sibling(folder, "old"))
+            _replace(folder, new, _sibling(folder, "old"))
         else:
             new.rename(folder)
         sync_folder(folder.parent)
@@ -125,7 +123,7 @@ def clean_up(folder: Path, *, keep: Callable[[Path], Path] | None = None) -> Non
 
 
 def check_no_link(folder: Path) -> None:
-    """Raises UserError if ``folder`` is a symbolic link, since an exchange would replace the link
+    """Raises UserError if ``folder`` is a symbolic link, since a rename would replace the link
     and not its target.
     """
     if os.path.islink(folder):
@@ -144,9 +142,7 @@ def _remove(path: Path) -> None:
 
 
 def current_folder(folder: Path) -> Path:
-    """Returns ``folder``, or the old folder next to it during a replacement on a file system
-    without atomic exchange.
-    """
+    """Returns ``folder``, or the old folder next to it between the two renames of a replacement."""
     old = _sibling(folder, "old")
     return old if os.path.isdir(old) and not os.path.exists(folder) else folder
 
@@ -155,34 +151,14 @@ def _sibling(folder: Path, suffix: str) -> Path:
     return folder.with_name(f".{folder.name}.{suffix}")
 
 
-def _exchange(new: Path, folder: Path, old: Path) -> None:
-    """Replaces ``folder`` by ``new`` and keeps it as ``old``; ``folder`` exists at every moment if
-    possible.
-
-    ``new`` is complete, so it may be named ``old`` for a moment: after a kill both names hold
-    complete folders.
-    """
-    new.rename(old)
-    if _rename_exchange(old, folder):
-        return
-    old.rename(new)
+def _replace(folder: Path, new: Path, old: Path) -> None:
+    """Renames ``folder`` to ``old`` and then ``new`` to ``folder``."""
     folder.rename(old)  # readers use `old` until the next line, see current_folder
     try:
         new.rename(folder)
     except OSError:
         old.rename(folder)
         raise
-
-
-def _rename_exchange(a: Path, b: Path) -> bool:
-    """Exchanges two folders atomically (renameat2); returns False if the system does not support
-    this.
-    """
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    return (
-        rename is not None
-        and rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
-    )
 
 
 def sync_tree(folder: Path) -> None:

@@ -11,14 +11,14 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, An
     """Flattens ``{"train": {"lr": 0.1}}`` to ``{"train.lr": 0.1}``, the names that the command line
     uses.
     """
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in settings.items():
-        found |= (
+        flat |= (
             flat_settings(value, f"{prefix}{key}.")
             if isinstance(value, Mapping)
             else {f"{prefix}{key}": value}
         )
-    return found
+    return flat
 
 
 def check_settings(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

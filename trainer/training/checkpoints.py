@@ -85,12 +85,12 @@ def _all_checkpoints(checkpoints: Path) -> list[Path]:
     """Returns the checkpoints, complete or not, keyed by step; files and folders with other names
     are not ours.
     """
-    found = [
+    folders = [
         path
         for path in checkpoints.glob("checkpoint-*")
         if _steps(path) is not None and os.path.isdir(path)
     ]
-    return sorted(found, key=lambda path: _steps(path) or 0)
+    return sorted(folders, key=lambda path: _steps(path) or 0)
 
 
 def _steps(checkpoint: Path) -> int | None:
@@ -165,9 +165,9 @@ def prepare_resume(
 
 def _intact_checkpoint(checkpoints: Path, settings: dict[str, Any]) -> Path | None:
     """Returns the newest checkpoint with undamaged files; names damaged checkpoints on stderr."""
-    found = _complete_checkpoints(checkpoints)
+    complete = _complete_checkpoints(checkpoints)
     damage: list[str] = []
-    for checkpoint in reversed(found):
+    for checkpoint in reversed(complete):
         try:
             marker = read_marker(checkpoint)
             with activity(f"checking {checkpoint}"):

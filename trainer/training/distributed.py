@@ -157,10 +157,12 @@ class _LocalRanks:
             f"process {self._rank}", json.dumps([socket.gethostname(), own.pid, own.create_time()])
         )
         ranks = [rank for rank in range(num_ranks()) if rank != self._rank]
-        found = {
+        processes = {
             rank: _find_process(*json.loads(self._store.get(f"process {rank}"))) for rank in ranks
         }
-        self._processes = {rank: process for rank, process in found.items() if process is not None}
+        self._processes = {
+            rank: process for rank, process in processes.items() if process is not None
+        }
 
     def any_lost(self, grace_period: float = 0.0) -> bool:
         """Returns True if a rank has ended without :meth:`mark_exit`, or ends so within

@@ -182,8 +182,8 @@ class WandbRun:
 def _run_id(folder: Path) -> str | None:
     """Returns the id of the wandb run that was started in ``folder``, or None."""
     path = folder / RUN_ID
-    found = path.read_text(errors="replace") if path.is_file() else ""
-    return found if re.fullmatch(r"[\w-]{1,64}", found) else None
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    return text if re.fullmatch(r"[\w-]{1,64}", text) else None
 
 
 def is_set_up() -> bool:

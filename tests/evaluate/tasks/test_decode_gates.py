@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from msattn.kernels.maxpool_attention import maxpool_attention
-from msattn.trainer import models
+from msattn.trainer import artifacts, models
 from msattn.trainer.commands import answers
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import ArtifactsConfig, GateConfig
@@ -162,7 +162,7 @@ def test_one_router_decodes(tmp_path: Path) -> None:
 
     def chosen(*overrides: str) -> list[str]:
         paths = answers._artifacts(compose("generate", [f"outputs={tmp_path}", *overrides]))
-        return [kind for kind in answers.ROUTER_KINDS if paths[kind]]
+        return [kind for kind in artifacts.ROUTER_KINDS if paths[kind]]
 
     assert chosen() == ["qmodel"]
     assert chosen("artifacts.decode_gate=some/folder") == ["decode_gate"]

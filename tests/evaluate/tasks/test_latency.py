@@ -52,7 +52,7 @@ from tests.evaluate.runs import BUCKETS, loaded_and_found, rows_of, timed_config
 def test_both_tasks_without_artifacts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = evaluate(timed_config(tmp_path))
     written = {path.name for path in folder.iterdir()}
-    figures = {"latency.png", "latency.svg", "speed.png", "speed.svg", "speed_phone.svg"}
+    figures = {"latency.png", "latency.svg", "speed.png", "speed.svg"}
     assert written == figures | {"results.json", "results.csv", "report.html", "metrics.jsonl"}
     results = json.loads((folder / "results.json").read_text())
     every = {

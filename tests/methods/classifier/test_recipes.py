@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from msattn.trainer import artifacts
-from msattn.trainer.commands.compose import compose
+from msattn.trainer.commands.compose import compose, with_search_path
+from tests.house.modules import EXPERIMENTS
 from tests.running import SHAPE, TEXTS, succeed, write_texts
 
 RECIPES = {"saap_llama31": 131_072, "saap_llama31_500k": 500_000}
@@ -40,9 +41,8 @@ def prepare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("recipe", "length"), RECIPES.items())
 def test_a_recipe_has_the_settings_of_the_paper(recipe: str, length: int) -> None:
-    partition, classifier = (
-        compose(command, [f"experiment={recipe}"]) for command in ("fit-kmeans", "train-qmodel")
-    )
+    chosen = with_search_path([f"experiment={recipe}"], EXPERIMENTS)
+    partition, classifier = (compose(command, chosen) for command in ("fit-kmeans", "train-qmodel"))
     assert partition.folder == classifier.folder, "train-qmodel must find the k-means"
     for cfg in (partition, classifier):
         assert (cfg.model.path, cfg.data.seq_len, cfg.data.num_chunks) == (
@@ -75,7 +75,7 @@ def test_a_recipe_has_the_settings_of_the_paper(recipe: str, length: int) -> Non
         "constant",
         1,
     )
-    presets = compose("eval", [f"experiment={recipe}"]).model.presets
+    presets = compose("eval", chosen).model.presets
     assert (presets.probes, presets.recent) == (32, 2047)
 
 
@@ -91,6 +91,7 @@ def test_classifiers_over_keys_after_rope_and_over_balanced_buckets(
     made. Half of them, for time.
     """
     prepare(tmp_path, monkeypatch)
+    papers = "-m", "--config-dir", str(EXPERIMENTS)
     sizes = [*TOY, "data.seq_len=256", "model.presets.recent=32", "data.needles=false"]
     measured = [
         "eval.needle.samples=1",
@@ -100,11 +101,11 @@ def test_classifiers_over_keys_after_rope_and_over_balanced_buckets(
     ]
     balanced = [name for name in PARTITIONS if "1.5" in name]
     swept = f"name={','.join(balanced)}"
-    succeed("fit-kmeans", "-m", "experiment=partitions", *sizes, "kmeans.balance=1.5")
-    succeed("train-qmodel", "-m", "experiment=partitions_classifiers", *sizes, swept)
+    succeed("fit-kmeans", *papers, "experiment=partitions", *sizes, "kmeans.balance=1.5")
+    succeed("train-qmodel", *papers, "experiment=partitions_classifiers", *sizes, swept)
     succeed(
         "eval",
-        "-m",
+        *papers,
         "experiment=partitions_eval",
         *sizes,
         *measured,

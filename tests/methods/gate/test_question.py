@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.config import SelectConfig
+from msattn.trainer.config.policies import TopK
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead, sparsity
 from msattn.trainer.methods.gate import question
 from msattn.trainer.methods.gate.attn_gate import Gate, pool_keys
 from msattn.trainer.methods.gate.question import QuestionScores
 from msattn.trainer.methods.gate.train import gate_thresholds
-from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.tap import LayerInputs
 from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_model

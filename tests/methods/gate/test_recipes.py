@@ -2,9 +2,10 @@
 
 import pytest
 
-from msattn.trainer.commands.compose import compose
+from msattn.trainer.commands.compose import compose, with_search_path
 from msattn.trainer.models.families import max_length
 from msattn.trainer.models.loading import config_and_tokenizer
+from tests.house.modules import EXPERIMENTS
 
 
 @pytest.mark.parametrize(
@@ -16,7 +17,8 @@ from msattn.trainer.models.loading import config_and_tokenizer
     ],
 )
 def test_gates_have_the_settings_of_the_paper(recipe: str, path: str, length: int) -> None:
-    cfg = compose("train-gate", [f"experiment={recipe}"])
+    chosen = with_search_path([f"experiment={recipe}"], EXPERIMENTS)
+    cfg = compose("train-gate", chosen)
     train, gate = cfg.train, cfg.gate
     assert (cfg.model.path, cfg.data.source, cfg.data.seq_len, cfg.dtype) == (
         path,
@@ -39,7 +41,5 @@ def test_gates_have_the_settings_of_the_paper(recipe: str, path: str, length: in
         64,
     )
     assert cfg.data.num_chunks == train.steps * train.batch_size
-    config, _ = config_and_tokenizer(
-        compose("train-gate", [f"experiment={recipe}", "model.init=random"]).model
-    )
+    config, _ = config_and_tokenizer(compose("train-gate", [*chosen, "model.init=random"]).model)
     assert max_length(config) >= length

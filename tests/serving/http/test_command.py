@@ -174,45 +174,36 @@ def ended(process: subprocess.Popen[str]) -> str:
     return err
 
 
-REFUSED = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+@pytest.mark.slow
+def test_idle_connections_lock_the_server_out_for_seconds_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than there are descriptors: they are closed when no head of a request arrives."""
+    monkeypatch.setenv("MSATTN_API_KEY", KEY)
+    process, served = start(tmp_path, "dense=true", descriptors=96)
+    assert process.stderr is not None
+    threading.Thread(target=process.stderr.read, daemon=True).start()
+    with ExitStack() as stack:
+        for _ in range(150):
+            stack.enter_context(socket.create_connection(("127.0.0.1", served.port)))
+        for _ in range(3):
+            with suppress(httpx.TransportError):
+                httpx.get(f"{served.url}/health", timeout=20)
+        assert httpx.get(f"{served.url}/health", timeout=20).status_code == 200
+        assert served.post(json=WORDS | {"max_tokens": 1}).status_code == 200
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(SECONDS) == 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("connections", "sent"), [(260, [b""]), (66, [REFUSED * 1500]), (66, [REFUSED] * 1500)]
-)
-def test_waiting_connections_do_not_lock_the_server_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, connections: int, sent: list[bytes]
-) -> None:
-    """More than there are descriptors, idle or without reading their answers: the oldest make room.
-    One line says so.
-    """
-    monkeypatch.setenv("MSATTN_API_KEY", KEY)
-    process, served = start(tmp_path, "dense=true", descriptors=96)
-    logged = list[str]()
-    assert process.stderr is not None
-    reader = threading.Thread(target=logged.extend, args=[process.stderr])
-    reader.start()
+def test_more_connections_than_the_limit_get_503(tmp_path: Path) -> None:
+    process, served = start(tmp_path, "dense=true", descriptors=200)
     with ExitStack() as stack:
-        opened = [stack.enter_context(socket.socket()) for _ in range(connections)]
-        for connection in opened:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-            connection.connect(("127.0.0.1", served.port))
-            connection.setblocking(False)
-        for data in sent:
-            for connection in opened:
-                with suppress(BlockingIOError, ConnectionError):
-                    connection.send(data)
-        for _ in range(3):
-            assert httpx.get(f"{served.url}/health", timeout=5).status_code == 200
-            assert served.post(json=WORDS | {"max_tokens": 1}).status_code == 200
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(SECONDS) == 0
-    reader.join()
-    assert sum("connections are open; those that wait" in line for line in logged) == (
-        len(sent[0]) == 0
-    )
-    assert sum("GET /v1/models 401" in line for line in logged) <= 100
+        assert httpx.get(f"{served.url}/health").status_code == 200
+        for _ in range(150):
+            stack.enter_context(socket.create_connection(("127.0.0.1", served.port)))
+        assert httpx.get(f"{served.url}/health", timeout=20).status_code == 503
+    ended(process)
 
 
 @pytest.mark.slow

@@ -374,32 +374,3 @@ def test_a_thread_that_dies_ends_the_server(
             == f"the thread that generates has ended ({kind.__name__}: a kernel failed)"
         )
     assert "Traceback" not in "".join(capfd.readouterr())
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "kind"),
-    [
-        (connections, "_most_connections", OSError),
-        (connections.Connection, "__init__", RuntimeError),
-    ],
-)
-def test_a_server_that_cannot_accept_connections_ends(
-    small: Loaded,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    owner: Any,
-    name: str,
-    kind: type[Exception],
-) -> None:
-    def fail(*arguments: Any, **options: Any) -> None:
-        raise kind("no descriptors\nwith details")
-
-    monkeypatch.setattr(owner, name, fail)
-    with (
-        running(small, configuration()) as served,
-        socket.create_connection(("127.0.0.1", served.port), timeout=SECONDS),
-    ):
-        assert served.ended.wait(10)
-        assert isinstance(served.error, Fault)
-        assert str(served.error) == f"the HTTP server has ended ({kind.__name__}: no descriptors)"
-    assert "Traceback" not in "".join(capfd.readouterr())

@@ -16,13 +16,13 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 
 from msattn.kernels.paged import paged_bucket_sizes
 from msattn.trainer.config import GateConfig, SelectConfig
+from msattn.trainer.config.policies import TopK
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.question import QuestionScores
-from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.routers.random import RandomBuckets
 from msattn.trainer.models.tap import LayerInputs

@@ -59,13 +59,13 @@ class Haystack:
     @classmethod
     def from_text(cls, text: str) -> "Haystack":
         """Raises TooFewWords for a text with fewer than :data:`FEWEST_WORDS` distinct words."""
-        found = text.split()
-        words = sorted({word for word in found if re.fullmatch("[a-z]{4,9}", word)})
+        pieces = text.split()
+        words = sorted({word for word in pieces if re.fullmatch("[a-z]{4,9}", word)})
         if len(words) < FEWEST_WORDS:
             raise TooFewWords(
                 f"the haystack has {len(words)} different words, but {FEWEST_WORDS} are needed"
             )
-        return cls(found, words)
+        return cls(pieces, words)
 
     def passage(self, rng: Rng, count: int) -> list[str]:
         """Returns ``count`` words from a random one on, as sentences; the text is repeated if it is
@@ -89,8 +89,8 @@ class Sample:
 
         Where one suffices, this is 1 if there is any (``string_match_part``).
         """
-        found = sum(answer.lower() in text.lower() for answer in self.answers)
-        return float(found > 0) if self.one_suffices else found / len(self.answers)
+        hits = sum(answer.lower() in text.lower() for answer in self.answers)
+        return float(hits > 0) if self.one_suffices else hits / len(self.answers)
 
 
 @dataclass(frozen=True)
@@ -183,11 +183,11 @@ def needles(
         "uuids": lambda: identifier(rng),
     }
     names = distinct(draw[key_kind], max(keys, queries))
-    held = {name: distinct(draw[value_kind], values) for name in names}
+    values_of = {name: distinct(draw[value_kind], values) for name in names}
     hidden = [
         NEEDLE.format(kind=value_kind, key=name, value=value)
         for name in names
-        for value in held[name]
+        for value in values_of[name]
     ]
     hidden = [hidden[i] for i in rng.permutation(len(hidden))]
     if around == "essay":
@@ -213,7 +213,7 @@ def needles(
         f"mentioned in the provided text?"
     )
     begun = f" The special magic {kind} for {query} mentioned in the provided text {quiz}"
-    return Sample(prompt, begun, [value for name in asked for value in held[name]])
+    return Sample(prompt, begun, [value for name in asked for value in values_of[name]])
 
 
 def variable_tracking(rng: Rng, haystack: Haystack, length: int, size: int) -> Sample:
@@ -360,10 +360,10 @@ TASKS = {
 def _inserted(rng: Rng, sentences: Sequence[str], hidden: Sequence[str]) -> list[str]:
     """Inserts ``hidden`` between ``sentences`` at random places, in this order."""
     places = np.sort(rng.integers(len(sentences) + 1, size=len(hidden)))
-    found = list(sentences)
+    mixed = list(sentences)
     for place, text in reversed(list(zip(places.tolist(), hidden, strict=True))):
-        found.insert(place, text)
-    return found
+        mixed.insert(place, text)
+    return mixed
 
 
 def _key(rng: Rng, haystack: Haystack) -> str:

@@ -158,15 +158,15 @@ class TaskSequences:
     def _weighted(self, texts: list[list[tuple[str, float]]]) -> Pieces:
         """Returns tokens and weights of texts that are given as pieces with their weights."""
         encoded = iter(encode(self.tokenizer, [piece for pieces in texts for piece, _ in pieces]))
-        found = []
+        encoded_texts = []
         for pieces in texts:
             ids = [next(encoded) for _ in pieces]
             weights = [
                 np.full(len(part), weight, np.float32)
                 for part, (_, weight) in zip(ids, pieces, strict=True)
             ]
-            found.append((np.concatenate(ids), np.concatenate(weights)))
-        return found
+            encoded_texts.append((np.concatenate(ids), np.concatenate(weights)))
+        return encoded_texts
 
     def _hide(
         self, rng: Rng, opening: Pieces, facts: Pieces, turns: Pieces, text: TokenIds
@@ -294,5 +294,5 @@ def insert_positions(starts_word: NDArray[np.bool_]) -> TokenIds:
     """Returns the indices of tokens that start a word, or all indices if there are none; one at
     least.
     """
-    found = np.flatnonzero(starts_word)
-    return found if len(found) else np.arange(max(1, len(starts_word)))
+    starts = np.flatnonzero(starts_word)
+    return starts if len(starts) else np.arange(max(1, len(starts_word)))

@@ -14,7 +14,7 @@ from msattn.trainer.evaluate.report import analysis, curves, heatmaps, speed
 from msattn.trainer.evaluate.report.compare import Comparison
 from msattn.trainer.evaluate.report.context import Context
 from msattn.trainer.evaluate.report.page import page
-from msattn.trainer.evaluate.report.style import drawing, phone_path, stack_panels
+from msattn.trainer.evaluate.report.style import drawing
 from msattn.trainer.evaluate.report.tables import leaderboard
 from msattn.trainer.evaluate.row import EvalRow, flat
 from msattn.trainer.storage.documents import finite
@@ -70,11 +70,10 @@ def write(
 
 def draw(rows: list[EvalRow], folder: Path) -> dict[str, Path]:
     """Writes the figures that ``rows`` have data for as ``folder/<name>.png`` and, with a
-    transparent background, ``.svg``.
-
-    Of the first one, which readers of the report see first, ``<name>_phone.svg`` has the panels
-    below each other. Returns the PNG files by name, in the order of the report.
+    transparent background, ``.svg``. Returns the PNG files by name, in the order of the report.
     """
+    import matplotlib
+
     drawn = {}
     for name, figure_of in FIGURES.items():
         task = name.split("_")[0]
@@ -85,16 +84,12 @@ def draw(rows: list[EvalRow], folder: Path) -> dict[str, Path]:
             if figure is not None:
                 drawn[name] = folder / f"{name}.png"
                 figure.savefig(drawn[name], dpi=DPI)
-                _save_svg(figure, drawn[name].with_suffix(".svg"))
-                if len(drawn) == 1:
-                    stack_panels(figure)
-                    _save_svg(figure, phone_path(drawn[name]))
+                # ids of clips in two figures of a page must differ
+                with matplotlib.rc_context({"svg.hashsalt": name}):
+                    figure.savefig(
+                        drawn[name].with_suffix(".svg"),
+                        dpi=DPI,
+                        facecolor="none",
+                        metadata={"Date": None},
+                    )
     return drawn
-
-
-def _save_svg(figure: "Figure", path: Path) -> None:
-    import matplotlib
-
-    # ids of clips in two figures of a page must differ
-    with matplotlib.rc_context({"svg.hashsalt": path.stem}):
-        figure.savefig(path, dpi=DPI, facecolor="none", metadata={"Date": None})

@@ -16,7 +16,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from msattn.trainer.config import TASKS
 from msattn.trainer.evaluate.report.compare import Comparison, scores
 from msattn.trainer.evaluate.report.context import CPU_NOTE
-from msattn.trainer.evaluate.report.style import BLUE, GRID, INK, by_method, phone_path
+from msattn.trainer.evaluate.report.style import BLUE, GRID, INK, by_method
 from msattn.trainer.evaluate.report.tables import caption, columns_of, table
 from msattn.trainer.evaluate.report.verdict import sentences, verdict
 from msattn.trainer.evaluate.row import EvalRow
@@ -63,7 +63,7 @@ def page(
         notes=[note for note in about["notes"] if note != CPU_NOTE],
         verdict=columns_of([line.cells for line in lines]),
         said=sentences(rows, lines),
-        figures={name: _drawings(path) for name, path in figures.items()},
+        figures={name: _inline(path.with_suffix(".svg")) for name, path in figures.items()},
         captions=yaml.safe_load((FOLDER / "captions.yaml").read_text(encoding="utf-8")),
         examples=dict(_examples(rows)),
         comparison=comparison,
@@ -72,7 +72,6 @@ def page(
         text_columns=TEXT_COLUMNS,
         anchor=lambda heading: "-".join(re.findall(r"[^\W_]+", heading.lower())[:4]),
         css=(FOLDER / "page.css").read_text(encoding="utf-8"),
-        script=(FOLDER / "page.js").read_text(encoding="utf-8"),
     )
 
 
@@ -92,15 +91,8 @@ def _facts(about: dict[str, Any]) -> dict[str, str]:
     return facts
 
 
-def _drawings(path: Path) -> dict[str, str]:
-    """Returns the SVG files of a figure, in the colours of the page; the first figure has one for
-    phones, too.
-    """
-    files = {"wide": path.with_suffix(".svg"), "phone": phone_path(path)}
-    return {name: _inline(file) for name, file in files.items() if file.exists()}
-
-
 def _inline(path: Path) -> str:
+    """Returns an SVG file in the colours of the page."""
     text = path.read_text(encoding="utf-8")
     drawing = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     for color, variable in THEME.items():

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msattn.trainer.evaluate.row import EvalRow
@@ -27,7 +26,6 @@ HEATMAP: dict[str, Any] = {
     "aspect": "auto",
     "interpolation": "nearest",
 }
-PHONE_WIDTH = 4.6  # inches of a figure that a phone shows in its whole width
 # percent; a model that far above dense attention is broken, and how far tells nothing
 HIGHEST_RISE = 200.0
 
@@ -123,37 +121,6 @@ def panel_grid(panels: int) -> "tuple[Figure, list[Axes]]":
     for unused in axes[panels:]:
         unused.set_axis_off()
     return figure, axes[:panels]
-
-
-def phone_path(path: Path) -> Path:
-    """Returns the SVG file for phones of the figure ``path``; only the first figure of a report has
-    one.
-    """
-    return path.with_name(f"{path.stem}_phone.svg")
-
-
-def stack_panels(figure: "Figure") -> None:
-    """Puts the panels of a figure below each other, for a phone, and narrows its legends."""
-    from matplotlib.gridspec import GridSpec
-
-    panels, grid = figure.axes, figure.axes[0].get_gridspec()
-    assert grid is not None
-    height = figure.get_figheight() / grid.nrows
-    stacked = GridSpec(len(panels), 1, figure=figure)
-    for number, axes in enumerate(panels):
-        axes.set_subplotspec(stacked[number])
-        if axes.get_legend() is not None:
-            legend_under(axes, 1)
-    figure.set_size_inches(PHONE_WIDTH, height * len(panels))
-    for legend in figure.legends[:]:
-        labels, handles = (
-            [text.get_text() for text in legend.get_texts()],
-            [each for each in legend.legend_handles if each],
-        )
-        legend.remove()
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=2, frameon=False, fontsize=9
-        )
 
 
 def plot_with_intervals(

@@ -1,8 +1,6 @@
-"""Tables of rows: cells for terminal and page, the layout for the terminal, where no number is cut,
-and a leaderboard.
-"""
+"""Tables of rows: cells for terminal and page, the table of the terminal, and a leaderboard."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -15,34 +13,12 @@ from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import SECONDS, SPEEDUP, record
 
 TEXT_COLUMNS = ("method", "setting")
-# A terminal that is too narrow drops those of RULER's tasks, then these, in this order, then
-# speed-ups, the widest first.
-OPTIONAL_COLUMNS = (
-    *(
-        "choices, 95 %",
-        "peak memory",
-        "sparsity",
-        "bits per byte",
-        "latency",
-        "same top, 95 %",
-        "KL, 95 %",
-        "95 % interval",
-    ),
-    *(
-        "recall",
-        "attention",
-        "selection",
-        "launched by",
-        "break-even",
-        "metric",
-        "measure",
-        "imbalance",
-        "99 %",
-        "prompt",
-    ),
-    *("requests", "same top", "KL", "vs dense, 95 %", "vs dense"),
-)
-
+# shown by the page, but not by the terminal, as are intervals
+DETAILS = {
+    *RULER_TASKS,
+    *("attention", "bits per byte", "imbalance", "launched by", "peak memory", "recall"),
+    *("selection", "sparsity"),
+}
 # intervals of comparisons with dense attention
 COMPARED = ("ratio_interval", "kl_interval", "same_top_interval")
 
@@ -53,8 +29,6 @@ COMMON_COLUMNS = {
     "latency": ("latency_s", SECONDS),
     "peak memory": ("peak_memory_mb", "{:,.0f} MiB"),
 }
-PADDING = 3  # characters between two columns; the two edges have a space each, together one less
-TEXT_WIDTH = 14  # characters of a column of text, whose longer cells wrap before columns go
 
 
 def columns_of(lines: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
@@ -112,57 +86,20 @@ def show(rows: Sequence[EvalRow], notes: list[str], console: Console) -> None:
     for task in TASKS:
         own = [row for row in rows if row.task == task]
         if own:
-            console.print(_terminal(own, console.width))
+            console.print(_terminal(own))
     for note in notes:
         console.print(note, style="yellow", markup=False, soft_wrap=True)
 
 
-def _terminal(rows: list[EvalRow], width: int) -> Table:
-    columns = table(rows)
-    speedups = sorted((name for name in columns if name.startswith(SPEEDUP)), key=len, reverse=True)
-    columns = fitting(
-        columns,
-        width,
-        TEXT_COLUMNS,
-        (RULER_TASKS, *((name,) for name in (*OPTIONAL_COLUMNS, *speedups))),
-    )
-    groups = [(row.method, row.extra.get("length"), row.extra.get("batch")) for row in rows]
-    return filled(
-        caption(rows), columns, TEXT_COLUMNS, groups, [row.method.is_trained for row in rows]
-    )
-
-
-def fitting(
-    columns: dict[str, list[str]],
-    width: int,
-    text: Collection[str],
-    optional: Iterable[Collection[str]],
-) -> dict[str, list[str]]:
-    """Returns the ``{header: cells}`` that fit ``width`` characters.
-
-    If they do not, headers break at their spaces and the columns of ``text`` wrap, then the groups
-    of ``optional`` headers go, in this order.
-    """
-    room = width + 1
-    if sum(PADDING + max(map(len, [header, *cells])) for header, cells in columns.items()) <= room:
-        return columns
-    broken = {
-        header.replace(" ", "\n").replace("\n%", " %"): cells for header, cells in columns.items()
+def _terminal(rows: list[EvalRow]) -> Table:
+    columns = {
+        header: cells
+        for header, cells in table(rows).items()
+        if header not in DETAILS and "95 %" not in header
     }
-    for names in optional:
-        if (
-            sum(
-                PADDING + _least_width(header, cells, header in text)
-                for header, cells in broken.items()
-            )
-            > room
-        ):
-            broken = {
-                header: cells
-                for header, cells in broken.items()
-                if header.replace("\n", " ") not in names
-            }
-    return broken
+    groups = [(row.method, row.extra.get("length"), row.extra.get("batch")) for row in rows]
+    bold = [row.method.is_trained for row in rows]
+    return filled(caption(rows), columns, TEXT_COLUMNS, groups, bold)
 
 
 def filled(
@@ -178,7 +115,8 @@ def filled(
 
     ``sections`` leaves room between groups; ``bold`` marks lines.
     """
-    shown = with_columns(title, list(columns), text)
+    headers = [name if name in text else name.replace(" ", "\n") for name in columns]
+    shown = with_columns(title, headers, text)
     for number, (first, *cells) in enumerate(zip(*columns.values(), strict=True)):
         begins = groups is None or not number or groups[number] != groups[number - 1]
         if sections and begins and number:
@@ -190,8 +128,8 @@ def filled(
 
 
 def with_columns(title: str | None, headers: Sequence[str], text: Collection[str]) -> Table:
-    """Returns a table without rows. In a terminal that is still too narrow the columns of ``text``
-    wrap, numbers do not.
+    """Returns a table without rows. In a narrow terminal the columns of ``text`` wrap, numbers do
+    not.
     """
     shown = Table(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
@@ -199,18 +137,13 @@ def with_columns(title: str | None, headers: Sequence[str], text: Collection[str
     for header in headers:
         is_text = header in text
         shown.add_column(
-            header, justify="left" if is_text else "right", no_wrap=not is_text, vertical="bottom"
+            header,
+            justify="left" if is_text else "right",
+            no_wrap=not is_text,
+            overflow="fold",
+            vertical="bottom",
         )
     return shown
-
-
-def _least_width(header: str, cells: list[str], is_text: bool) -> int:
-    whole = max(map(len, [*header.split("\n"), *cells]))
-    return (
-        max([min(whole, TEXT_WIDTH), *(len(word) for cell in cells for word in cell.split())])
-        if is_text
-        else whole
-    )
 
 
 def leaderboard(rows: Sequence[EvalRow]) -> str:

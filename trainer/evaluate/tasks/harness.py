@@ -187,14 +187,14 @@ def main_metric(result: dict[str, Any], length: int | None = None) -> tuple[str,
 
     Keys of ``result`` are such as ``acc,none`` and ``acc_stderr,none``.
     """
-    found = []
+    scores = []
     for key, value in result.items():
         metric, comma, filtered = key.partition(",")
         if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
-            found.append((metric, filtered, float(value)))
-    if not found:
+            scores.append((metric, filtered, float(value)))
+    if not scores:
         raise UserError(f"eval.harness: the task {result.get('alias')} has no metric with a number")
-    return next((each for each in found if each[0] == str(length)), found[0])
+    return next((each for each in scores if each[0] == str(length)), scores[0])
 
 
 TASK = Task(

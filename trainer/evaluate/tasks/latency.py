@@ -310,16 +310,16 @@ def _with_break_even(rows: list[EvalRow], notes: list[str]) -> list[EvalRow]:
     """Returns the rows with the break-even length of their setting, and appends a note on each
     setting to ``notes``.
     """
-    found: dict[tuple[Method, Setting], int | None] = {}
+    lengths: dict[tuple[Method, Setting], int | None] = {}
     whole = [each for each in rows if not each.method.is_dense and not each.extra["situation"]]
     for method, setting in dict.fromkeys((each.method, each.setting) for each in whole):
         own = (each for each in rows if (each.method, each.setting) == (method, setting))
         ratios = {each.extra["length"]: each.ratio_to_dense for each in own if each.ratio_to_dense}
-        found[method, setting] = tokens = break_even(ratios)
+        lengths[method, setting] = tokens = break_even(ratios)
         where = "at no measured length" if tokens is None else f"from {tokens:,} tokens on"
         notes.append(f"{method}, {setting}: faster than the fastest dense attention {where}.")
     return [
-        replace(each, extra=each.extra | {"break_even": found.get((each.method, each.setting))})
+        replace(each, extra=each.extra | {"break_even": lengths.get((each.method, each.setting))})
         for each in rows
     ]
 

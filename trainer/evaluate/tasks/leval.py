@@ -395,10 +395,10 @@ def as_row(
 
 
 def _by_task(asked: list[Asked], values: Sequence[float]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
+    by_task: dict[str, list[float]] = {}
     for each, value in zip(asked, values, strict=True):
-        found.setdefault(each.task, []).append(value)
-    return found
+        by_task.setdefault(each.task, []).append(value)
+    return by_task
 
 
 def paired_likelihoods(one: EvalRow, other: EvalRow) -> Difference:

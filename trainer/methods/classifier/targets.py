@@ -120,7 +120,7 @@ def prompt_targets(
         : CANDIDATES * cfg.queries_per_prompt
     ]
     positions = candidates.sort().values.to(input_ids.device, torch.int32)
-    found: dict[str, Tensor] = {}
+    targets: dict[str, Tensor] = {}
 
     def record(x: LayerInputs) -> None:
         tensors = layer_targets(
@@ -132,10 +132,10 @@ def prompt_targets(
             generator,
             cfg.queries_per_prompt,
         )
-        found.update({f"{x.layer}.{name}": value.cpu() for name, value in tensors.items()})
+        targets.update({f"{x.layer}.{name}": value.cpu() for name, value in tensors.items()})
 
     visit_layers(model, record, [{"input_ids": input_ids}], partition.layers)
-    return found
+    return targets
 
 
 @dataclass(frozen=True)

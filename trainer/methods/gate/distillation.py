@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from msattn.kernels.best_blocks import block_softmax
 from msattn.trainer.config import GateConfig
+from msattn.trainer.config.policies import TopK
 from msattn.trainer.methods.blocks import (
     Candidates,
     candidate_blocks,
@@ -27,7 +28,6 @@ from msattn.trainer.methods.blocks import (
 )
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.maps import BlockMaps
-from msattn.trainer.methods.policies import TopK
 from msattn.trainer.methods.selection import selected_attention
 from msattn.trainer.models.layer_attention import LayerInputs, attention_recall
 from msattn.trainer.models.tap import run_backbone, run_tapped, tap

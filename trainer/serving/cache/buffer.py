@@ -31,17 +31,15 @@ class Buffer:
         """Makes room for ``end`` positions; new memory has the shape of ``like [B, H, N, ...]``
         otherwise.
         """
-        held = self.memory if self.length or _is_alike(self.memory, like) else None
+        old = self.memory if self.length or _is_alike(self.memory, like) else None
         # A tensor of inference mode cannot be written outside of it.
-        writable = held is not None and (
-            torch.is_inference_mode_enabled() or not held.is_inference()
-        )
+        writable = old is not None and (torch.is_inference_mode_enabled() or not old.is_inference())
         if writable and end <= self.capacity:
             return
         with torch.inference_mode(False):
             self.memory = like.new_empty(*like.shape[:2], grown_capacity(end), *like.shape[3:])
-        if held is not None:
-            self.memory[:, :, : self.length] = held[:, :, : self.length]
+        if old is not None:
+            self.memory[:, :, : self.length] = old[:, :, : self.length]
 
     def append(self, new: Tensor) -> None:
         """Appends ``new [B, H, N, ...]``."""
@@ -66,11 +64,11 @@ class Buffer:
             self.memory = selected
 
 
-def _is_alike(held: Tensor | None, new: Tensor) -> bool:
+def _is_alike(memory: Tensor | None, new: Tensor) -> bool:
     """Returns True if empty memory fits ``new``; memory for another batch or dtype is allocated
     again.
     """
-    return held is not None and (held.dtype, held.device, held[:, :, :0].shape) == (
+    return memory is not None and (memory.dtype, memory.device, memory[:, :, :0].shape) == (
         new.dtype,
         new.device,
         new[:, :, :0].shape,

@@ -51,14 +51,14 @@ def install_layers(
     check_cache(cache, replaced, num_layers)
     cache.layers += [DynamicLayer() for _ in range(num_layers - len(cache.layers))]
     for number in replaced:
-        held: Any = cache.layers[number]
+        existing: Any = cache.layers[number]
         if router is None or number not in routed:
             fresh = GrowingLayer()
         else:
             fresh = LAYERS[router.grouping](router.assigner, rebuild_every)
-        if isinstance(held, type(fresh)):
+        if isinstance(existing, type(fresh)):
             continue
-        fresh.take_over(held)
+        fresh.take_over(existing)
         cache.layers[number] = fresh
 
 
@@ -76,8 +76,8 @@ def check_cache(cache: Any, replaced: Sequence[int], num_layers: int) -> None:
             "past_key_values: expected a DynamicCache, because some layers keep the model's own "
             "attention"
         )
-    held = [cache.layers[number] for number in replaced if number < len(cache.layers)]
-    other = sorted({type(layer).__name__ for layer in held if not _is_replaceable(layer)})
+    existing = [cache.layers[number] for number in replaced if number < len(cache.layers)]
+    other = sorted({type(layer).__name__ for layer in existing if not _is_replaceable(layer)})
     lazy = getattr(cache, "layer_class_to_replicate", None)
     if not cache.layers and lazy is not None and lazy is not DynamicLayer:
         other = [lazy.__name__]

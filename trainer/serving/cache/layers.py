@@ -431,10 +431,10 @@ class ClusterLayer(BlockLayer):
         return length
 
 
-def _check_kind(held: Buffer, new: Tensor) -> None:
+def _check_kind(buffer: Buffer, new: Tensor) -> None:
     """Raises UserError unless ``new`` can follow what is held; under autocast dtypes may differ."""
-    x = held.filled
-    if x is None or held.length == 0:
+    x = buffer.filled
+    if x is None or buffer.length == 0:
         return
     if x.device != new.device or (
         x.dtype != new.dtype and not torch.is_autocast_enabled(new.device.type)

@@ -131,7 +131,7 @@ class PagedState:
         which are recovered by inverting their rotation. ``x.k`` are the keys of this pass.
         """
         assert self.gate is not None
-        size, held = self.block_size, self.pooled[x.layer].flatten(0, 1)
+        size, pooled = self.block_size, self.pooled[x.layer].flatten(0, 1)
         tail, rotated, cached = x.k_nope, x.k, prompt.keys - prompt.queries
         if prompt.pooled * size < cached:
             older, _ = self.keys(x.layer, prompt.table, prompt.pooled * size, cached)
@@ -144,8 +144,8 @@ class PagedState:
             tail = torch.cat([older, tail], dim=2)
         new = pool_keys(self.gate.cached_pools, tail, rotated, block_size=size)
         known, added = prompt.blocks[: prompt.pooled], prompt.blocks[prompt.pooled :]
-        held[added] = new[0, :, : len(added)].transpose(0, 1)
-        return torch.cat([held[known].transpose(0, 1)[None], new], dim=2)
+        pooled[added] = new[0, :, : len(added)].transpose(0, 1)
+        return torch.cat([pooled[known].transpose(0, 1)[None], new], dim=2)
 
 
 class AllocatedState(PagedState):

@@ -25,13 +25,13 @@ Rows = Tensor | slice
 class Sequences:
     """Sequences of a pass that one operation serves."""
 
-    tokens: Rows  # their new ones in the pass
+    tokens: Rows  # their new tokens in the pass
     table: Tensor  # int32 [B, pages]
     kv_len: Tensor  # int32 [B]
     longest: int | None  # number of keys; None where it is only on the device
-    # last keys that each reads, which the first routed layer computes for all
+    # number of last keys that each sequence reads; the first routed layer computes it for all
     window: int | Tensor | None = None
-    # int32 [B], keys that the kept sizes of buckets include; None: they are not kept
+    # int32 [B], number of keys that the cached bucket sizes count; None: sizes are not cached
     counted_len: Tensor | None = None
 
 
@@ -40,16 +40,17 @@ class Prompts:
     """Sequences with several new tokens that one operation serves: all dense ones, or sparse ones
     of similar sizes.
 
-    A joint block mask is then less than 4 times as large as their separate masks, apart from the
-    rest of a page.
+    The block masks of sparse ones are padded to the largest and joined. With similar sizes the
+    joint mask takes less than 4 times the memory of the separate ones, apart from the rest of a
+    page.
     """
 
-    tokens: Rows  # a slice where they follow one another
-    table: Tensor
-    kv_len: Tensor
-    items: list[PromptChunk]  # each of them
+    tokens: Rows  # their new tokens in the pass; a slice if they are adjacent
+    table: Tensor  # int32 [B, pages]
+    kv_len: Tensor  # int32 [B]
+    items: list[PromptChunk]  # one for each sequence
     cu_queries: Tensor  # int32 [B + 1]
-    sparse: bool  # they read the blocks of a selection
+    sparse: bool  # True if they read the blocks of a selection
 
 
 @dataclass
@@ -171,8 +172,8 @@ def _prompt(
 def _groups(
     prompts: list[tuple[int, PromptChunk]], kv_len: Tensor, is_sparse: Callable[[PromptChunk], bool]
 ) -> list[Prompts]:
-    """Returns sequences with several new tokens in groups whose numbers of queries, and of keys,
-    have as many binary digits.
+    """Returns the dense prompts in one group, and the sparse ones grouped by the binary digits of
+    their numbers of queries and keys.
     """
     groups = defaultdict[tuple[int, int] | None, list[tuple[int, PromptChunk]]](list)
     for number, item in prompts:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from msattn.kernels.common.paged_checks import MAX_BUCKETS
+from msattn.trainer.config.policies import Multiscale
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import ModelWarning, UserError
-from msattn.trainer.methods.policies import Multiscale
 from msattn.trainer.models.families import (
     attention_layers,
     check_length,
@@ -87,8 +87,8 @@ class Managers:
         if workload_hints is not None:
             longest = workload_hints.max_prompt_length
             check_length(self.model.config, longest, f"prompt of {longest} tokens")
-        held = getattr(self.model, "_cached_continuous_batching_manager", None)
-        if held is not None and held not in self.sparse.paged.managers:
+        manager = getattr(self.model, "_cached_continuous_batching_manager", None)
+        if manager is not None and manager not in self.sparse.paged.managers:
             raise UserError(
                 "generate_batch: a manager created before attach is still cached; first call "
                 "model.destroy_cached_continuous_batching_manager()"

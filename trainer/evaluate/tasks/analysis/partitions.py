@@ -55,11 +55,11 @@ def k_means(routings: list[ComparedRouting]) -> dict[bool, ComparedRouting]:
     """Returns the first routing by a k-means alone before RoPE (False), and the first after RoPE
     (True).
     """
-    found: dict[bool, ComparedRouting] = {}
+    by_rope: dict[bool, ComparedRouting] = {}
     for routing in routings:
         if isinstance(routing.router, KMeans):
-            found.setdefault(routing.router.rope, routing)
-    return found
+            by_rope.setdefault(routing.router.rope, routing)
+    return by_rope
 
 
 def num_buckets(cfg: EvalRunConfig, methods: Compared) -> int:

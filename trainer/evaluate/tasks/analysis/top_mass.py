@@ -40,7 +40,7 @@ def top_blocks(x: LayerInputs, head: int, block_size: int) -> Tensor | None:
         return None
     group = x.q.shape[1] // x.k.shape[1]
     q, k = x.q[0, head * group : (head + 1) * group].float(), x.k[0, head].float()
-    found = []
+    shares = []
     for block in (
         torch.linspace(blocks // 2, blocks - 1, min(QUERY_BLOCKS, blocks - blocks // 2))
         .round()
@@ -57,8 +57,8 @@ def top_blocks(x: LayerInputs, head: int, block_size: int) -> Tensor | None:
             weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
             mass += F.avg_pool1d(weights.sum(1)[:, None], block_size)[:, 0]
         visible = torch.tensor([block + 1], device=q.device)
-        found.append(share_in_top(mass[:, None], counts_of(SHARES, visible))[:, 0])
-    return torch.stack(found, dim=1).double()
+        shares.append(share_in_top(mass[:, None], counts_of(SHARES, visible))[:, 0])
+    return torch.stack(shares, dim=1).double()
 
 
 @dataclass

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from msattn.trainer import models
 from msattn.trainer.config import GateConfig
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import UserError, library_errors
 from msattn.trainer.models import rope
-from msattn.trainer.models.limited import limited
 from msattn.trainer.storage.model_files import ModelFiles
 
 if TYPE_CHECKING:
@@ -105,10 +104,10 @@ def _load(files: ModelFiles) -> dict[str, Any]:
         raise UserError(f"{files.name}: there are no gates; expected {' or '.join(WEIGHTS)}")
     where = f"{files.name}: {name} does not contain only weights"
     if path.suffix == ".safetensors" or name == WEIGHTS[0]:
-        limited(lambda: load_file(path) and None, where)
-        return load_file(path)
-    limited(lambda: torch.load(path, map_location="meta", weights_only=True) and None, where)
-    found = torch.load(path, map_location="cpu", weights_only=True)
+        with library_errors(where):
+            return load_file(path)
+    with library_errors(where):
+        found = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(found, dict):
         raise UserError(f"{where} (it is a {type(found).__name__})")
     return found

@@ -10,7 +10,7 @@ import uvicorn
 
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import Fault, UserError, first_line, print_once
-from msattn.trainer.serving.engines.http.connections import Server
+from msattn.trainer.serving.engines.http.connections import Connection, most_connections
 from msattn.trainer.serving.engines.http.engine import Engine
 from msattn.trainer.signals import end_at_once, handle, handled
 
@@ -59,10 +59,10 @@ class Supervisor:
         # Errors and accesses have lines of their own; a client that sends no HTTP needs none.
         config = uvicorn.Config(
             app, log_config=None, log_level="critical", access_log=False, lifespan="off", ws="none",
-            loop="asyncio",
+            loop="asyncio", http=Connection, limit_concurrency=most_connections(),
             server_header=False, timeout_graceful_shutdown=CLOSE_SECONDS,
         )  # fmt: skip
-        self._server, self._engine, self._drain_s = Server(config), engine, drain_s
+        self._server, self._engine, self._drain_s = uvicorn.Server(config), engine, drain_s
         self._stopped = False
         self._error: BaseException | None = None  # has ended the HTTP server
 

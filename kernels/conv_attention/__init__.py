@@ -1,5 +1,0 @@
-"""Attention with scores convolved along queries and keys (Multi-Token Attention)."""
-
-from msattn.kernels.conv_attention.operation import conv_attention
-
-__all__ = ["conv_attention"]

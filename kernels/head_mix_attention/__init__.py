@@ -1,5 +1,0 @@
-"""Attention with scores mixed over heads (Multi-Token Attention)."""
-
-from msattn.kernels.head_mix_attention.operation import head_mix_attention
-
-__all__ = ["head_mix_attention"]
