@@ -58,53 +58,15 @@ def gate_blocks(
 
     Parameters
     ----------
-    q : Tensor ``[B, Hq, N, D]``
-        Queries before RoPE, at the last N of M positions.
-    pooled_k : Tensor fp32 (fp64 for fp64 queries) ``[B, Hkv, ceil(M / key block), pools * D]``
-        Pooled blocks of keys before RoPE, of :func:`~msattn.kernels.pool_blocks.pool_blocks`; with
-        ``q_rope`` also the means after it, D more channels.
-    query_weight : Tensor ``[Hg, hidden, Hq // Hg * len(q_pool) * D]``
-        fp32 (fp64 for fp64 inputs), contiguous. A gate head reads the concatenated poolings of its
-        query heads; Hg divides Hq and is a multiple of Hkv.
-    key_weight : Tensor ``[Hg, hidden, pools * D]``
-        Likewise; gate head h reads the poolings of key/value head ``h // (Hg // Hkv)``.
-    inv_freq : Tensor fp32 ``[hidden / 2]``, or None
-        Inverse frequencies of RoPE, in radians per position; channels j and ``j + hidden / 2`` are
-        a pair. None: no rotation.
+    q, pooled_k, query_weight, key_weight, inv_freq, q_pool, num_keys, block_size, key_block_size, \
+    kv_start, q_rope, mean_weight, last_queries, columns, last_rows, whole
+        As for :func:`~msattn.kernels.gate_scores.gate_scores`.
     counts : Tensor int32 ``[B | 1, 1, ceil(N / block), 1]``
         Number of blocks per row, 0 or more. A row with fewer visible blocks selects them all; a row
         with more that it must read selects all of those.
     local : Tensor int32 ``[B | 1, 1, ceil(N / block), 1]``
         The visible blocks that a row must read: those from this one on, in addition to the first
         ``sink_blocks``.
-    q_pool : list of {"avg", "max", "min"}
-        Poolings of the query blocks.
-    num_keys : int
-        Number of positions, M.
-    block_size : int
-        Queries per block: 16, 32, 64 or 128.
-    key_block_size : int, optional
-        Keys per block, the ``block_size`` with which ``pooled_k`` was pooled: 16, 32, 64 or 128; by
-        default ``block_size``.
-    kv_start : Tensor int32 ``[B]``, optional
-        Left padding: positions before each sequence. Blocks and positions are counted from its end.
-    q_rope : Tensor, like ``q``, optional
-        Queries after the model's RoPE.
-    mean_weight : float
-        Weight of the products of their block means with those of the keys in the logits, without
-        them 0; the queries' mean is also over the heads of a gate head.
-    last_queries : bool
-        Also scores each of the last ``block_size`` queries by itself, over the blocks that it sees,
-        as a block of this query alone at the position of the last row block. That row block gets
-        the largest of their probabilities and its own.
-    columns : Tensor fp32 (fp64 for fp64 queries) ``[B, Hg, ceil(M / key block)]``, optional
-        Least score of each block, 0 or more, in the rows that see it; rows are divided by their sum
-        after that. Not with ``last_queries``.
-    last_rows : Tensor fp32 (fp64 for fp64 queries) ``[B, Hg, R, ceil(M / key block)]``, optional
-        Scores of the last R row blocks of each sequence, 0 or more, such as exact attention; the
-        larger of these and the gate's count. Not with ``last_queries``.
-    whole : Tensor bool ``[B | 1, R]``, optional
-        Those of ``last_rows`` that replace the gate's scores.
     sink_blocks : int
         First blocks that every row must read.
     threshold, exponent, edge_exponent, above : float
