@@ -43,7 +43,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from comparison import POLICIES, Part, methods_of, parts_of, with_differences
+from comparison import POLICIES, Part, methods_of, parts_of, run_of, with_differences
 
 from msattn.trainer import artifacts, models
 from msattn.trainer.commands.compose import compose
@@ -238,35 +238,28 @@ def measure(
         }
         return [replace(row, extra=row.extra | own | extra)]
 
-    plan = []
-    for length in part.lengths:
-        whole = MethodSetting(DENSE, Setting(), nullcontext)
-        windows = {
-            window: whole._replace(setting=Setting(f"last {window} tokens"))
-            for window in WINDOWS
-            if window < length
-        }
-        dense = [(case, read, None) for read, case in ({length: whole} | windows).items()]
-        sparse = [
-            (case._replace(setting=Setting("keys", float(share))), length, sparsity)
-            for selection in methods.block_selections
-            for share, sparsity in sparsities.items()
-            for case in selection.cases(loaded.model, [sparsity])
-        ]
-        for case, read, sparsity in sparse if part.scores else dense:
-            key = length, case.method, case.setting, sparsity
-            plan.append(
-                Measurement(
-                    key, partial(rows, case, length, read, sparsity), 2 * len(prompts[read])
-                )
-            )
+    plan, length = [], part.length
+    whole = MethodSetting(DENSE, Setting(), nullcontext)
+    windows = {
+        window: whole._replace(setting=Setting(f"last {window} tokens"))
+        for window in WINDOWS
+        if window < length
+    }
+    dense = [(case, read, None) for read, case in ({length: whole} | windows).items()]
+    sparse = [
+        (case._replace(setting=Setting("keys", float(share))), length, sparsity)
+        for selection in methods.block_selections
+        for share, sparsity in sparsities.items()
+        for case in selection.cases(loaded.model, [sparsity])
+    ]
+    for case, read, sparsity in sparse if part.scores else dense:
+        key = length, case.method, case.setting, sparsity
+        plan.append(
+            Measurement(key, partial(rows, case, length, read, sparsity), 2 * len(prompts[read]))
+        )
     job = Job(loaded, cfg, methods, Progress(), kept)
     with job.progress:
         return job.rows(f"long code, {part.name}", plan)
-
-
-def run_of(gate: Path) -> str:
-    return gate.resolve().parent.name
 
 
 def over_dense(row: EvalRow, dense: EvalRow) -> EvalRow:
@@ -348,13 +341,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     prompts = dict(zip(sizes, map(list, zip(*found, strict=True)), strict=True))
 
-    dense, parts = parts_of(
-        args.out, args.lengths, args.gates, args.baselines, overrides, [args.policy], seeds=True
-    )
-    parts = [
-        replace(dense[0], name="dense", out=args.out / "dense", lengths=tuple(args.lengths)),
-        *parts,
-    ]
+    dense, sparse = parts_of(
+        args.out, args.lengths, args.gates, args.baselines, overrides, [args.policy],
+        ["perplexity"], seeds=True,
+    )  # fmt: skip
+    parts = [*dense, *sparse]
     given = json.loads(args.settings.read_text(encoding="utf-8")) if args.settings else {}
     default = {f"{1 - sparsity:.6g}": sparsity for sparsity in args.sparsities}
     rows: list[tuple[str, EvalRow]] = []
