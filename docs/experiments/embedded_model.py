@@ -348,10 +348,8 @@ def needle_prompts(
     for count in (1, 8):
         made = []
         for number in range(samples):
-            rng, wording = (
-                np.random.default_rng((seed, count, number)),
-                HELD_OUT[number % len(HELD_OUT)],
-            )
+            rng = np.random.default_rng((seed, count, number))
+            wording = HELD_OUT[number % len(HELD_OUT)]
             made.append(
                 needle_prompt(rng, length, crop_from(tokens), tokenizer, wording, count=count)
             )

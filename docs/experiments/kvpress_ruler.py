@@ -112,11 +112,9 @@ def _answered(model: Any, tokenizer: Any, press: Any, prompt: dict[str, Any]) ->
     import torch
     from transformers import DynamicCache
 
-    ids, cache, begin = (
-        torch.tensor([prompt["ids"]], device=model.device),
-        DynamicCache(),
-        time.perf_counter(),
-    )
+    ids = torch.tensor([prompt["ids"]], device=model.device)
+    cache = DynamicCache()
+    begin = time.perf_counter()
     with nullcontext() if press is None else press(model):
         model.model(input_ids=ids[:, :-1], past_key_values=cache)
     kept, token, new = _kept_share(model, cache, ids.shape[1] - 1), ids[:, -1:], []
@@ -188,10 +186,8 @@ def press_rows(prompts: list[dict[str, Any]], answers: list[dict[str, Any]]) -> 
         {(each["press"], each["share"]) for each in answers}, key=lambda each: each[0] != "dense"
     )
     for length in dict.fromkeys(prompt["length"] for prompt in prompts):
-        dense, numbers = (
-            None,
-            [number for number, prompt in enumerate(prompts) if prompt["length"] == length],
-        )
+        dense = None
+        numbers = [number for number, prompt in enumerate(prompts) if prompt["length"] == length]
         samples: dict[str, list[Sample]] = {}
         for number in numbers:
             samples.setdefault(prompts[number]["task"], []).append(

@@ -56,10 +56,8 @@ def main() -> None:
         def count(x: LayerInputs, shares: Any = shares) -> None:
             scores = {name: selection.scorer(x) for name, _, selection in settings}
             for name, sparsity, selection in settings:
-                mask, visible = (
-                    selection.choose(scores[name], x),
-                    selection.candidates(x).row_visible[..., 0],
-                )
+                mask = selection.choose(scores[name], x)
+                visible = selection.candidates(x).row_visible[..., 0]
                 shares[name, sparsity][x.layer].append(
                     (1 - mask.sum(-1) / visible).mean((0, 1))[LONG:]
                 )

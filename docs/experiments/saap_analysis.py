@@ -90,12 +90,10 @@ class Measures:
     def __init__(
         self, partition: KMeans, positions: Tensor, window: Window, heads: list[int], seed: int
     ) -> None:
-        self.partition, self.positions, self.window, self.heads = (
-            partition,
-            positions,
-            window,
-            heads,
-        )
+        self.partition = partition
+        self.positions = positions
+        self.window = window
+        self.heads = heads
         self.generator = torch.Generator().manual_seed(seed)
         self.found: dict[tuple[int, int, str], list[float]] = defaultdict(list)
         self.counts: dict[tuple[int, int, str], list[Tensor]] = defaultdict(list)
@@ -186,10 +184,8 @@ def main() -> None:
     cfg: Any = compose(
         "eval", ["eval=analysis", "eval.analysis.num_chunks=10", *parser.parse_args().overrides]
     )
-    loaded, settings = (
-        models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed),
-        cfg.eval.analysis,
-    )
+    loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    settings = cfg.eval.analysis
     found = compared.find_compared(cfg, loaded).on(loaded)
     partition = next(
         (each.router for each in found.bucket_routings if isinstance(each.router, KMeans)), None

@@ -54,13 +54,11 @@ class Table:
     def __init__(
         self, file: str, first: str, lines: Mapping[str, Where], columns: list[Cell], **where: str
     ) -> None:
-        self.file, self.first, self.lines, self.columns, self.where = (
-            file,
-            first,
-            lines,
-            columns,
-            where,
-        )
+        self.file = file
+        self.first = first
+        self.lines = lines
+        self.columns = columns
+        self.where = where
 
     def write(self) -> Iterator[str]:
         """Yields lines of Markdown. Raises LookupError for a line without numbers."""

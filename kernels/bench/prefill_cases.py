@@ -100,10 +100,8 @@ def paged_block_sparse_attention(shape: Shape, options: Options) -> Iterator[Ben
     lengths = torch.full((shape.batch,), shape.length, dtype=torch.int32, device=shape.device)
     caches = {page_size: random_pages(*qkv[1:], lengths, page_size)[0] for page_size in PAGE_SIZES}
     for sparsity in options.sparsities:
-        mask, setting = (
-            _mask(shape, sparsity, shape.q_heads),
-            peers.capped_setting(f"{sparsity:.0%} sparse", cap),
-        )
+        mask = _mask(shape, sparsity, shape.q_heads)
+        setting = peers.capped_setting(f"{sparsity:.0%} sparse", cap)
         work, realised = _work(shape, mask, False)
         compared = [*dense, _block_sparse_peer(shape, qkv, mask, options, setting)]
         for page_size, cache in caches.items():

@@ -135,10 +135,8 @@ def best_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
         layers: list[tuple[Tensor, ...]] = [
             (block_softmax(logits, visible), counts, visible, diagonal)
         ]
-        work, setting = (
-            Work(visible_blocks, 4 * visible_blocks + logits.numel()),
-            f"best {1 - sparsity:.0%}",
-        )
+        work = Work(visible_blocks, 4 * visible_blocks + logits.numel())
+        setting = f"best {1 - sparsity:.0%}"
         compared = [
             peers.eager(eager.best_blocks, layers, work, 2 * logits.numel(), setting=setting)
         ]

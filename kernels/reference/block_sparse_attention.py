@@ -161,10 +161,8 @@ def _parts(
     for batch, first_query, first_key, delta in sequences(q, k, kv_start, causal):
         n, m = q.shape[2] - first_query, k.shape[2] - first_key
         if n and m:
-            rows, cols = (
-                _Blocks(batch, first_query, lists, block_size),
-                _Blocks(batch, first_key, kv_heads, key_block_size),
-            )
+            rows = _Blocks(batch, first_query, lists, block_size)
+            cols = _Blocks(batch, first_key, kv_heads, key_block_size)
             yield (
                 rows,
                 cols,

@@ -67,10 +67,8 @@ def conv_decode(device: str) -> Arguments:
 
 
 def bucket_decode(device: str) -> Arguments:
-    index, recent = (
-        build_bucket_index(random_buckets(2, 2, 70, 10, device), 10),
-        starts([5, 9], device),
-    )
+    index = build_bucket_index(random_buckets(2, 2, 70, 10, device), 10)
+    recent = starts([5, 9], device)
     return _decoding(device, index=index, probes=_probes(device), recent=recent, softcap=5.0)
 
 

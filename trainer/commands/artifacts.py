@@ -107,11 +107,9 @@ def import_gate(
     with activity(f"importing {source}"):
         gate = run(source, folder, overwrite=overwrite, finished_at=finished_at)
     cfg, shape = gate.cfg, gate.model_shape()
-    layers, blocks, pools = (
-        f"{shape['num_layers']} layers",
-        f"blocks of {cfg.block_size} tokens",
-        "+".join(cfg.k_pool),
-    )
+    layers = f"{shape['num_layers']} layers"
+    blocks = f"blocks of {cfg.block_size} tokens"
+    pools = "+".join(cfg.k_pool)
     if cfg.phase == "decode":
         what = (
             f"decode gates of {layers} and {shape['num_kv_heads']} key/value heads, {blocks}, "

@@ -187,10 +187,8 @@ def chat(cfg: GenerateConfig, prompt: str = "") -> None:
     loaded = served.model.load()
     with attach(loaded.model, **served.options):
         pass  # refuses artifacts that do not fit before the first message
-    conversation, console = (
-        Conversation(cfg, loaded, served.options),
-        Console(highlight=False, soft_wrap=True),
-    )
+    conversation = Conversation(cfg, loaded, served.options)
+    console = Console(highlight=False, soft_wrap=True)
     console.print(f"{describe(cfg, served)}. /help lists the commands.", style="dim", markup=False)
     # No lines about the time that the command has taken.
     with tracked(cfg, "generate", served) as tracker, report(lambda: ""):

@@ -324,10 +324,8 @@ class FinetuneConfig(RunConfig):
             f"expected {TASK_TOKENS} tokens or more with tasks={self.tasks}",
         )
         if self.sparse:
-            gate, how = (
-                self.artifacts.gate,
-                f"gates are needed; msattn train-gate {self.arguments('base')} trains them",
-            )
+            gate = self.artifacts.gate
+            how = f"gates are needed; msattn train-gate {self.arguments('base')} trains them"
             require(gate is not None, "artifacts.gate", gate, how)
             check_usable(self.select, self.refused)
             why = "only plain training (select.sparsity=0) is compiled"

@@ -13,13 +13,11 @@ if TYPE_CHECKING:
     from msattn.trainer.methods.blocks import RowCandidates
     from msattn.trainer.models.layer_attention import LayerInputs
 
-CALIBRATED, TOP_K, INDEPENDENT, RANDOM_WEIGHTS, ROPE = (
-    "calibrated",
-    "top-k",
-    "independent",
-    "untrained",
-    "RoPE",
-)
+CALIBRATED = "calibrated"
+TOP_K = "top-k"
+INDEPENDENT = "independent"
+RANDOM_WEIGHTS = "untrained"
+ROPE = "RoPE"
 NOT_SERVED = {TOP_K, INDEPENDENT, RANDOM_WEIGHTS}  # variants that are measured for comparison
 TRAINED_STYLE = {"linewidth": 2.2, "zorder": 4}
 VARIANT_STYLES: dict[str, dict[str, Any]] = {

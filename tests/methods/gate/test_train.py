@@ -112,17 +112,13 @@ def test_recalls_are_those_of_the_weight_that_was_chosen(
     cfg = run_config(root, "chosen")
     cfg = replace(cfg, data=replace(cfg.data, seq_len=224))
     folder = train_gate(cfg)
-    loaded, gate = (
-        models.load(cfg.model, device="cpu", dtype="auto", seed=cfg.seed),
-        Gate.load(folder),
-    )
+    loaded = models.load(cfg.model, device="cpu", dtype="auto", seed=cfg.seed)
+    gate = Gate.load(folder)
     _, heldout = data.training_chunks(
         cfg.data, loaded.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS
     )
-    found, metrics = (
-        gate_recall(gate, loaded.model, [*rank_shard(heldout, HELDOUT_CHUNKS)]),
-        artifacts.read(folder, "gate").manifest["metrics"],
-    )
+    found = gate_recall(gate, loaded.model, [*rank_shard(heldout, HELDOUT_CHUNKS)])
+    metrics = artifacts.read(folder, "gate").manifest["metrics"]
     assert metrics["recall/gate@0.5"] == pytest.approx(found["recall/gate@0.5"], rel=1e-6)
     gate.cfg = replace(gate.cfg, mean_weight=MEAN_WEIGHT)
     found = gate_recall(gate, loaded.model, [*rank_shard(heldout, HELDOUT_CHUNKS)])

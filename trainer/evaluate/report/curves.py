@@ -49,11 +49,9 @@ def tradeoff(rows: list[EvalRow]) -> "Figure | None":
     figure, panels = subplots(len(of_tasks), 2, (9.6, 3.6 * len(of_tasks) + 0.9))
     for number, (task, own) in enumerate(of_tasks.items()):
         by_reads, by_time = panels[2 * number : 2 * number + 2]
-        value, dense, sparse = (
-            values[task],
-            dense_of(own),
-            [row for row in own if not row.method.is_dense],
-        )
+        value = values[task]
+        dense = dense_of(own)
+        sparse = [row for row in own if not row.method.is_dense]
         times = {id(row): ratio for row in sparse if (ratio := relative_time(row, own, rows))}
         for method, points in by_method(sparse):
             plot_line(
@@ -102,10 +100,8 @@ def relative_time(row: EvalRow, own: list[EvalRow], rows: list[EvalRow]) -> floa
 def _time_axis(axes: "Axes", times: list[float]) -> None:
     axes.axvline(1, color=INK, linewidth=0.9)
     low, high = min([0.8, *times]) / 1.1, max([1.25, *times]) * 1.1
-    ticks, label = (
-        [tick for tick in RATIOS if low <= tick <= high],
-        "time relative to dense attention (left of 1: faster)",
-    )
+    ticks = [tick for tick in RATIOS if low <= tick <= high]
+    label = "time relative to dense attention (left of 1: faster)"
     log_ticks(axes, ticks, xlim=(low, high), xlabel=label)
 
 

@@ -21,10 +21,8 @@ from msattn.trainer.evaluate.task import Quality, record
 
 SAME_READS = 0.25  # relative difference of the keys read up to which two methods are compared
 SHOWN_READS = 0.1  # relative difference of the keys read from which it is shown
-TEXT_COLUMNS, NUMBERS = (
-    ("quality", "best trained", "best untrained"),
-    ("difference", "95 % interval"),
-)
+TEXT_COLUMNS = ("quality", "best trained", "best untrained")
+NUMBERS = ("difference", "95 % interval")
 
 
 class Line(NamedTuple):

@@ -143,10 +143,8 @@ def prepare(cfg: EvalRunConfig, model: Described | Loaded) -> Tensor:
     """
     longest = max(cfg.eval.latency.lengths)
     if cfg.model.init == "random":
-        vocabulary, generator = (
-            text_config(model.config).vocab_size,
-            torch.Generator().manual_seed(cfg.seed),
-        )
+        vocabulary = text_config(model.config).vocab_size
+        generator = torch.Generator().manual_seed(cfg.seed)
         return torch.randint(vocabulary, (1, longest), generator=generator)
     with_bos = model.tokenizer.bos_token_id is not None
     ids = data.encode(
@@ -241,10 +239,8 @@ def measure(
     prompt whose parts are measured is alone in its context, so its sparsity includes no prefill of
     cached tokens.
     """
-    new, next_cache = (
-        ids[:, situation.cached :],
-        partial(_cache, model, ids, situation, random_keys),
-    )
+    new = ids[:, situation.cached :]
+    next_cache = partial(_cache, model, ids, situation, random_keys)
     taken: list[float] = []
     peaks: list[float] = []
     with attached():

@@ -106,10 +106,8 @@ class Samples:
         found, decode, shown = self.found(predicted), self.tokenizer.decode, []
         for i in (self.depths.index(depth) for depth in dict.fromkeys(self.depths)):
             asked, last = self.prompts[i], self.judged[i]
-            prompt, expected = (
-                decode(self.ids[i, :-last], skip_special_tokens=True),
-                decode(self.ids[i, -last:]),
-            )
+            prompt = decode(self.ids[i, :-last], skip_special_tokens=True)
+            expected = decode(self.ids[i, -last:])
             given = {
                 "expected": expected,
                 "answer": decode(predicted[i, -last:]),
@@ -344,10 +342,8 @@ def as_row(
         "by_depth": {depth: sum(hits) / len(hits) for depth, hits in by_depth.items()},
         "examples": samples.examples(result.predicted),
     }
-    interval, ratio = (
-        wilson(sum(found), len(found)),
-        ratio_to(dense.score if dense else None, accuracy),
-    )
+    interval = wilson(sum(found), len(found))
+    ratio = ratio_to(dense.score if dense else None, accuracy)
     fields: dict[str, Any] = {
         "ratio_to_dense": ratio,
         "samples": len(found),

@@ -148,10 +148,8 @@ def measure(
             with nullcontext() if sparse is None else sparse.statistics.unchanged():
                 _answers(manager, prompts, settings.tokens)
             answers = _answers(manager, prompts, settings.tokens)
-    begin, end = (
-        min(each.created_time for each in answers),
-        max(each.timestamps[-1] for each in answers),
-    )
+    begin = min(each.created_time for each in answers)
+    end = max(each.timestamps[-1] for each in answers)
     return ThroughputRun(
         seconds=end - begin,
         answers=[each.generated_tokens for each in answers],

@@ -195,10 +195,8 @@ class _Job:
         """Prints the time of the whole job on a CPU, given that of the first cached prompt."""
         if self.device.type == "cpu" and ranks.is_main_process:
             prompts = 1 + sum(len(each.missing) for each in self.caches)
-            passes, steps = (
-                prompts / ranks.num_processes + KEY_CALIBRATION_CHUNKS,
-                self.cfg.train.steps,
-            )
+            passes = prompts / ranks.num_processes + KEY_CALIBRATION_CHUNKS
+            steps = self.cfg.train.steps
             layers = -(-len(self.partition.layers) // ranks.num_processes)
             training = layers * steps * self.cfg.train.batch_size * self.seconds_per_batch()
             named = (
@@ -213,10 +211,8 @@ class _Job:
         partition = KMeans(whole.centroids[:1], whole.layers[:1], whole.rope)
         qmodel = QModel(partition, self.heads, cfg.hidden, residual=cfg.residual)
         rows = 1, self.heads, cfg.batch_queries
-        queries, targets = (
-            torch.ones(*rows, whole.centroids.shape[3]),
-            torch.full((*rows, whole.num_buckets), 1 / whole.num_buckets),
-        )
+        queries = torch.ones(*rows, whole.centroids.shape[3])
+        targets = torch.full((*rows, whole.num_buckets), 1 / whole.num_buckets)
         optimizer = torch.optim.Adam(qmodel.parameters(), fused=True)
         for _ in range(2):  # the first allocates
             began = time.perf_counter()

@@ -266,11 +266,9 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
         for key in ("target", "mean_weight"):
             if getattr(details.gate, key) is None:
                 raise UserError(f"artifact {path}: details.gate has no {key}")
-        thresholds, layers, num_layers = (
-            details.thresholds,
-            details.layers,
-            artifact.manifest["model"]["num_layers"],
-        )
+        thresholds = details.thresholds
+        layers = details.layers
+        num_layers = artifact.manifest["model"]["num_layers"]
         if layers[-1] >= num_layers:
             raise UserError(
                 f"artifact {path}: details.layers={layers}: the model has {num_layers} layers"

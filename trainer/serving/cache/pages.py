@@ -105,10 +105,8 @@ class PagedState:
         """Returns the whole blocks of a sequence by their number among those of all pages: int64
         ``[keys // block_size]``.
         """
-        blocks, per_page = (
-            torch.arange(keys // self.block_size, device=table.device),
-            self.page_size // self.block_size,
-        )
+        blocks = torch.arange(keys // self.block_size, device=table.device)
+        per_page = self.page_size // self.block_size
         return table[blocks // per_page].long() * per_page + blocks % per_page
 
     def keys(self, layer: int, table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:

@@ -99,10 +99,8 @@ def training_keys(job: Job, methods: Compared, layers: list[int]) -> TrainingKey
     """
     loaded, cfg = job.loaded, job.cfg
     check_heldout(cfg.data)
-    length, largest = (
-        cfg.eval.analysis.length,
-        max(num_buckets(cfg, methods), *other_sizes(cfg, methods)),
-    )
+    length = cfg.eval.analysis.length
+    largest = max(num_buckets(cfg, methods), *other_sizes(cfg, methods))
     points = POINTS_PER_BUCKET * largest
     count = max(MIN_CHUNKS, -(-points // (length - 1)))
     chunks = data.chunks(

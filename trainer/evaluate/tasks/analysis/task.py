@@ -100,10 +100,8 @@ def check_sizes(cfg: EvalRunConfig, model: Described | Loaded, methods: Compared
     window covers.
     """
     partitions.check_model_has(cfg, model.config)
-    window, length = (
-        partitions.window_of(cfg, partitions.with_k_means(methods)),
-        cfg.eval.analysis.length,
-    )
+    window = partitions.window_of(cfg, partitions.with_k_means(methods))
+    length = cfg.eval.analysis.length
     if length <= window.size:
         raise UserError(
             f"eval.analysis.length={length}: expected more than recent + sink = {window.size} "
