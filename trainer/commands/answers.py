@@ -2,7 +2,7 @@
 greedy answers, their times.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -38,12 +38,14 @@ class Served:
     options: dict[str, Any]
 
 
-def find_served(cfg: AnswerConfig) -> Served:
+def find_served(cfg: AnswerConfig, check: Callable[[Any], None] = lambda config: None) -> Served:
     """Reads all of a model but its weights, and loads its artifacts; there must be at least one,
-    and all must fit.
+    and all must fit. ``check`` raises UserError for the configuration of a model that the caller
+    does not serve.
     """
-    chosen = _artifacts(cfg)
+    chosen = _artifacts(cfg, check)
     model = models.describe(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    check(model.config)
     gate, kind = chosen["gate"], _router_kind(chosen)
     router = chosen[kind] if kind else None
     if kind != "qmodel" and router in ROUTERS:
@@ -58,7 +60,9 @@ def find_served(cfg: AnswerConfig) -> Served:
     return Served(model, chosen, options)
 
 
-def _artifacts(cfg: AnswerConfig) -> dict[str, str | Path | None]:
+def _artifacts(
+    cfg: AnswerConfig, check: Callable[[Any], None] = lambda config: None
+) -> dict[str, str | Path | None]:
     """Returns the paths of the artifacts by kind: from the configuration, otherwise those of the
     model and name.
 
@@ -79,7 +83,7 @@ def _artifacts(cfg: AnswerConfig) -> dict[str, str | Path | None]:
     if untrained:
         chosen["gate"] = None
     elif not any(chosen.values()):
-        config_and_tokenizer(cfg.model)  # a model that is not supported has its own message
+        check(config_and_tokenizer(cfg.model)[0])  # one that is not supported has its own message
         raise UserError(
             f"{cfg.folder}: no gate, k-means or classifier here; train one, e.g. msattn "
             f"train-gate {cfg.arguments(cfg.name)}, "

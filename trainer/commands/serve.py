@@ -85,8 +85,9 @@ def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: s
     from msattn.trainer.models.chat import around_prompt
     from msattn.trainer.serving.attach import attach
     from msattn.trainer.serving.engines.http.cache import check_limits
+    from msattn.trainer.serving.engines.http.engine import check_served
 
-    served = None if cfg.dense else find_served(cfg)
+    served = None if cfg.dense else find_served(cfg, check_served)
     options = {"device": cfg.device, "dtype": cfg.dtype, "seed": cfg.seed}
     described = served.model if served else models.describe(cfg.model, **options, dense=True)
     # the chat template renders a message, within limits of time and memory

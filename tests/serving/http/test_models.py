@@ -9,9 +9,11 @@ import transformers
 
 import msattn
 from msattn.trainer.commands import serve
+from msattn.trainer.commands.answers import find_served
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import Loaded, load
 from msattn.trainer.serving.engines.http import cache
+from msattn.trainer.serving.engines.http.engine import check_served
 from tests.ending import ENDING_WITH, first_unique, saved
 from tests.factory import save_tokenizer, tiny_model
 from tests.serving.http.running import configuration, eventually, running, small_loaded
@@ -88,6 +90,15 @@ def test_a_model_whose_layers_all_have_windows_is_loaded_and_served_densely(tmp_
         assert answer.choices[0].text == tokenizer.decode(
             alone(loaded.model, prompt, 50), skip_special_tokens=True
         )
+
+
+def test_a_model_that_cannot_be_batched_needs_no_artifact_to_be_refused(tmp_path: Path) -> None:
+    """Otherwise the message would ask for artifacts that cannot be served."""
+    tiny_model("gemma3_text").save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    cfg = configuration(f"model.path='{tmp_path}'", f"outputs='{tmp_path / 'none'}'")
+    with pytest.raises(UserError, match="continuous batching does not serve this model"):
+        find_served(cfg, check_served)
 
 
 @pytest.mark.parametrize(

@@ -214,18 +214,7 @@ def check_paged(config: Any, sparse: Sparse, engine: str) -> None:
     """Raises UserError, which names the ``engine``, unless the sparse attention of a decoder works
     over pages.
     """
-    for layer in attention_layers(config):
-        if layer.kept is not None:
-            raise UserError(
-                f"{engine}: layer {layer.layer} keeps the model's own attention: {layer.kept}"
-            )
-    # without any, transformers keeps the cache of a window as one
-    kinds = getattr(config, "layer_types", None)
-    windows = kinds is None and getattr(config, "sliding_window", None) is not None
-    if windows or set(kinds or ["full_attention"]) != {"full_attention"}:
-        raise UserError(
-            f"{engine}: layers with a sliding window are not supported; use model.generate"
-        )
+    check_layers(config, engine)
     if sparse.measure_recall or sparse.statistics.timer is not None:
         raise UserError(
             f"{engine}: measure_recall and measure_time are not supported; use model.generate"
@@ -255,6 +244,24 @@ def check_paged(config: Any, sparse: Sparse, engine: str) -> None:
     if (buckets := routed.router.num_buckets) > MAX_BUCKETS:
         raise UserError(
             f"qmodel: {engine} takes up to {MAX_BUCKETS:,} buckets, this router has {buckets:,}"
+        )
+
+
+def check_layers(config: Any, engine: str) -> None:
+    """Raises UserError, which names the ``engine``, unless all layers of a decoder can be sparse
+    over pages.
+    """
+    for layer in attention_layers(config):
+        if layer.kept is not None:
+            raise UserError(
+                f"{engine}: layer {layer.layer} keeps the model's own attention: {layer.kept}"
+            )
+    # without any, transformers keeps the cache of a window as one
+    kinds = getattr(config, "layer_types", None)
+    windows = kinds is None and getattr(config, "sliding_window", None) is not None
+    if windows or set(kinds or ["full_attention"]) != {"full_attention"}:
+        raise UserError(
+            f"{engine}: layers with a sliding window are not supported; use model.generate"
         )
 
 

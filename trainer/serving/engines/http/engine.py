@@ -18,7 +18,7 @@ from msattn.trainer.errors import Fault, UserError, first_line
 from msattn.trainer.models.ends import end_tokens
 from msattn.trainer.models.families import text_config
 from msattn.trainer.models.loading import Loaded
-from msattn.trainer.serving.engines.generate_batch import check_attached
+from msattn.trainer.serving.engines.generate_batch import check_attached, check_layers
 from msattn.trainer.serving.engines.http.answers import ApiError, Logprobs
 from msattn.trainer.serving.engines.http.bodies import Body
 from msattn.trainer.serving.engines.http.cache import (
@@ -32,7 +32,7 @@ from msattn.trainer.serving.engines.http.sampling import Sampler, Sampling
 from msattn.trainer.serving.engines.http.text import AnswerText
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.generation.continuous_batching.requests import GenerationOutput
 
     from msattn.trainer.serving.sparse import Sparse
@@ -410,40 +410,48 @@ class Engine:
         return {}
 
 
+def check_served(config: "PreTrainedConfig") -> None:
+    """Raises the UserError of :class:`Engine` for layers that cannot be sparse over pages, before
+    weights are read.
+    """
+    config = config.get_text_config()
+    try:
+        check_layers(config, "generate_batch")
+    except UserError as error:
+        raise _refusal(config, error, attached=True) from error
+
+
 @contextmanager
 def _served(model: "PreTrainedModel", sparse: "Sparse | None") -> Iterator[None]:
     """Raises a UserError with a remedy for a model that continuous batching does not serve, as it
     is or as it is attached.
     """
     config = model.config.get_text_config()
-    never = {"chunked_attention", "linear_attention"} & {
-        *(getattr(config, "layer_types", None) or ())
-    }
     capped = getattr(config, "attn_logit_softcapping", None)
-    remedy = (
-        "use msattn generate"
-        if sparse is None or never or capped
-        else "give dense=true, or use msattn generate"
-    )
-
-    def refused(error: Exception) -> UserError:
-        reason = (
-            first_line(error).removeprefix("generate_batch: ").removesuffix("; use model.generate")
-        )
-        return UserError(
-            f"serve: continuous batching does not serve this model ({reason}); {remedy}"
-        )
-
     try:
         if sparse is not None:
             check_attached(model, sparse)
         elif capped:  # transformers 5.23 would leave it out
             raise UserError(f"attn_logit_softcapping={capped} is not supported")
     except UserError as error:
-        raise refused(error) from error
+        raise _refusal(config, error, attached=sparse is not None) from error
     try:
         yield
     except UserError:
         raise
     except (ValueError, AttributeError) as error:
-        raise refused(error) from error
+        raise _refusal(config, error, attached=sparse is not None) from error
+
+
+def _refusal(config: "PreTrainedConfig", error: Exception, *, attached: bool) -> UserError:
+    """Returns the error with its reason and a remedy."""
+    never = {"chunked_attention", "linear_attention"} & {
+        *(getattr(config, "layer_types", None) or ())
+    }
+    remedy = (
+        "use msattn generate"
+        if not attached or never or getattr(config, "attn_logit_softcapping", None)
+        else "give dense=true, or use msattn generate"
+    )
+    reason = first_line(error).removeprefix("generate_batch: ").removesuffix("; use model.generate")
+    return UserError(f"serve: continuous batching does not serve this model ({reason}); {remedy}")
