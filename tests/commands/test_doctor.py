@@ -38,7 +38,7 @@ def test_a_folder_without_weights(here: Path) -> None:
     assert rows["sparse"].startswith("all 2 layers")
     assert rows["artifacts"] == "none in outputs"
     assert rows["next"].splitlines()[:2] == [
-        "msattn generate --model mine select=quest --prompt-file FILE",
+        "msattn generate --model mine select=quest dense_below=0 --prompt-file FILE",
         "msattn train-gate --model mine --data FILE",
     ]
 
@@ -93,7 +93,7 @@ def test_artifacts_are_found_by_the_configuration(here: Path) -> None:
     assert found[0] == "gate: outputs/copy/base/gate"
     assert found[1].startswith("gate: outputs/other/base/gate, made for ")
     assert "manifest.json is not valid JSON" in found[3]
-    assert rows["next"] == "msattn eval --model copy"
+    assert rows["next"] == "msattn eval --model copy --data FILE"
     shutil.rmtree("outputs/copy")
     rows = dict(doctor_model("copy"))
     assert rows["artifacts"].startswith("gate: outputs/other/base/gate, made for ")

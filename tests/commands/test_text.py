@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,14 @@ def test_a_large_model_has_no_default_text(command: str, told: Told) -> None:
         f"msattn: data=by_model: choose the text on which model=llama3 trains: {ways}",
     )
     assert list(Path().glob("outputs")) == []
+
+
+@pytest.mark.parametrize("command", ["eval", "generate"])
+def test_suggested_commands_leave_room_for_a_text(command: str) -> None:
+    cfg: Any = compose(command, ["model=llama3"])
+    assert cfg.arguments("base") == "model=llama3 --data FILE"
+    cfg = compose(command, ["model=llama3", "model.init=random"])
+    assert cfg.arguments("base") == "model=llama3"
 
 
 @pytest.mark.parametrize(

@@ -185,9 +185,9 @@ def _next(cfg: "GenerateConfig", *, trained: bool) -> list[str]:
     argument = cfg.model.argument
     # the presets name none, and training refuses to choose
     text = " --data FILE" if cfg.data.source is None else ""
-    trials = [f"msattn generate {argument} select=quest --prompt-file FILE"]
+    trials = [f"msattn generate {argument} select=quest dense_below=0 --prompt-file FILE"]
     training = [
         f"msattn {command} {argument}{text}"
         for command in ("train-gate", "fit-kmeans", "train-qmodel")
     ]
-    return [*([] if trained else trials + training), f"msattn eval {argument}"]
+    return [*([] if trained else trials + training), f"msattn eval {argument}{text}"]

@@ -170,7 +170,7 @@ class RunConfig(NamedConfig):
 
     def arguments(self, name: str) -> str:
         """Returns the arguments of a command that trains on this model and text artifacts called
-        ``name``, for messages.
+        ``name``, for messages. FILE stands for a text that nobody chose, but training needs.
         """
         keys = {"outputs": self.outputs, "name": name}
         defaults = {item.name: item.default for item in fields(RunConfig)}
@@ -179,6 +179,8 @@ class RunConfig(NamedConfig):
             others = ["--data", str(self.data.path), *others]
         elif self.data.source == "hub":
             others = ["data=hub", f"data.path={self.data.path}", *others]
+        elif self.data.source is None and self.model.init == "pretrained":
+            others = ["--data", "FILE", *others]
         if self.data.seq_len != self.model.presets.seq_len:
             others.append(f"data.seq_len={self.data.seq_len}")
         return " ".join([self.model.argument, *map(shlex.quote, others)])
