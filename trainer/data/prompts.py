@@ -33,9 +33,9 @@ class Prompt:
 
 def read_prompts(path: str | None) -> list[Prompt]:
     """Reads a jsonl file; an error names the line."""
-    key = f"eval.prompts.path={shown(path)}"
     if path is None:
-        raise UserError(f"{key}: a jsonl file; {FORMAT}")
+        raise UserError(f"eval.prompts.path=null: expected a jsonl file; {FORMAT}")
+    key = f"eval.prompts.path={shown(path)}"
     lines = read_text(path, key).split("\n")  # strings may contain other line ends
     prompts = [
         _parse(line, f"{key}, line {number}")

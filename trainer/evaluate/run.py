@@ -55,11 +55,7 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     from msattn.trainer.training.tracker import Tracker
 
     if cfg.data.is_library and reads_data(cfg):
-        chosen = "" if cfg.data.source else "no text was chosen, so "
-        print_once(
-            f"{chosen}eval reads source files of Python {version_info.major}.{version_info.minor}'s"
-            f" standard library; --data FILE_OR_FOLDER reads your own"
-        )
+        _name_library(cfg, "eval")
     described = models.describe(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     check_texts(cfg)
     found = compared.find_compared(cfg, described)
@@ -69,6 +65,8 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         longest = max(LEAST_CALIBRATED, *(ids.shape[1] for ids in prepared["prompts"]))
         cfg = replace(cfg, data=replace(cfg.data, seq_len=min(cfg.data.seq_len, longest)))
     if calibration.is_needed(found, cfg):
+        if cfg.data.is_library and not reads_data(cfg):
+            _name_library(cfg, "calibration")
         calibration.calibration_chunks(cfg, described, 1)
     loaded = described.load()
     found = found.on(loaded)
@@ -115,6 +113,15 @@ def evaluate(cfg: EvalRunConfig) -> Path:
         tracker.table("results", report.flat(rows))
         tracker.summary(summary(rows, cfg.eval))
     return folder
+
+
+def _name_library(cfg: EvalRunConfig, reader: str) -> None:
+    """Prints that ``reader`` reads Python's library, which may not be the user's choice."""
+    chosen = "" if cfg.data.source else "no text was chosen, so "
+    print_once(
+        f"{chosen}{reader} reads source files of Python {version_info.major}.{version_info.minor}'s"
+        f" standard library; --data FILE_OR_FOLDER reads your own"
+    )
 
 
 def _print_estimate(cfg: EvalRunConfig, loaded: "Loaded", found: "Compared") -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from msattn.trainer import models
-from msattn.trainer.config import SelectConfig
+from msattn.trainer.config import DataConfig, SelectConfig
 from msattn.trainer.config.evaluate import PromptsConfig
 from msattn.trainer.data.prompts import Prompt, read_prompts
 from msattn.trainer.errors import UserError
@@ -55,11 +55,11 @@ def test_dense_and_sparse_answers(tmp_path: Path) -> None:
 
 
 def test_baselines_are_calibrated_at_the_length_of_the_prompts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = PromptsConfig(write(tmp_path / "qa.jsonl", {"prompt": "one", "answer": "a"}))
     cfg = config(tmp_path, "unused", tasks=["prompts"], baselines=["quest"], prompts=prompts)
-    data = replace(cfg.data, seq_len=4096)
+    data = DataConfig("stdlib", seq_len=4096)
     select = SelectConfig("calibrated", block_size=16)
     seen: list[int] = []
     monkeypatch.setattr(
@@ -68,6 +68,7 @@ def test_baselines_are_calibrated_at_the_length_of_the_prompts(
     with pytest.raises(ZeroDivisionError):
         evaluate(replace(cfg, data=data, select=select))
     assert seen == [1024]
+    assert "calibration reads source files of Python" in capsys.readouterr().err
 
 
 def test_files_and_their_mistakes(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_files_and_their_mistakes(tmp_path: Path) -> None:
         read_prompts(str(tmp_path / "empty.jsonl"))
     with pytest.raises(UserError, match=r"eval\.prompts\.path=nowhere: No such file"):
         read_prompts("nowhere")
-    with pytest.raises(UserError, match=r"eval\.prompts\.path=None: a jsonl file"):
+    with pytest.raises(UserError, match=r"eval\.prompts\.path=null: expected a jsonl file"):
         evaluate(config(tmp_path, "unused", tasks=["prompts"]))
 
 
