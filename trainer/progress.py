@@ -7,7 +7,7 @@ runs describes itself. Only rank 0 prints.
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,14 +28,16 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def estimate(command: str, parts: Mapping[str, float]) -> None:
+def estimate(command: str, parts: Mapping[str, float], others: Sequence[str] = ()) -> None:
     """Prints how long a command takes in all, from the seconds of its parts, unless that is less
-    than :data:`INTERVAL`.
+    than :data:`INTERVAL`. With ``others``, parts of unknown length, it is a lower bound.
     """
     total = sum(parts.values())
     if total >= INTERVAL and is_main_rank():
         listed = ", ".join(f"{what} {duration(seconds)}" for what, seconds in parts.items())
-        sys.stderr.write(f"msattn: {command} takes about {duration(total)} in all: {listed}\n")
+        how = f"at least {duration(total)}" if others else f"about {duration(total)} in all"
+        unknown = f"; not estimated: {', '.join(others)}" if others else ""
+        sys.stderr.write(f"msattn: {command} takes {how}: {listed}{unknown}\n")
         sys.stderr.flush()
         postpone()
 

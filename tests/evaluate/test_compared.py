@@ -22,6 +22,7 @@ from msattn.trainer.evaluate.tasks import perplexity
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, calibrate_blocks
 from msattn.trainer.methods.untrained.scores.quest import Quest
+from msattn.trainer.models import timing
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.attach import attach
 from tests.evaluate.runs import config
@@ -132,6 +133,23 @@ def test_the_time_of_an_evaluation_on_a_cpu(
     tasks = ", ".join(f"{task} {duration}" for task in ("calibration", *cfg.eval.tasks))
     line = f"msattn: eval takes about {duration} in all: {tasks}\n"
     assert re.search(line, capsys.readouterr().err)
+    cfg = replace(cfg, eval=replace(cfg.eval, tasks=["perplexity", "latency"]))
+    _print_estimate(cfg, loaded, compared.find_compared(cfg, loaded))
+    tasks = f"calibration {duration}, perplexity {duration}; not estimated: latency\n"
+    assert re.search(f"eval takes at least {duration}: {tasks}", capsys.readouterr().err)
+
+
+def test_the_time_of_perplexity_includes_that_of_all_predictions(
+    loaded: Loaded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """With a large vocabulary, as Gemma's, they take longer than the passes."""
+    cfg = config(tmp_path, "unused", tasks=["perplexity"], baselines=["quest"])
+    monkeypatch.setattr(timing, "seconds_of_pass", lambda model, tokens: float(tokens))
+    monkeypatch.setattr(timing, "seconds_of_scores", lambda model: 10.0)
+    _print_estimate(cfg, loaded, compared.find_compared(cfg, loaded))
+    tokens, cases = 3 * 160, 3  # dense, and Quest at two sparsities
+    seconds = tokens * (1 + 2 * (cases - 1)) + 10 * tokens * cases
+    assert f"perplexity {progress.duration(seconds)}" in capsys.readouterr().err
 
 
 def test_a_gate_without_fitting_thresholds_is_calibrated(

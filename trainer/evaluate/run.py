@@ -129,20 +129,28 @@ def _print_estimate(cfg: EvalRunConfig, loaded: "Loaded", found: "Compared") -> 
     the time of a dense pass.
     """
     from msattn.trainer.evaluate import calibration
-    from msattn.trainer.models.timing import seconds_of_pass
+    from msattn.trainer.models.timing import seconds_of_pass, seconds_of_scores
 
     tokens, lengths = {"calibration": calibration.dense_passes(found, cfg) * cfg.data.seq_len}, []
+    scored: dict[str, int] = {}  # tokens whose predictions are compared
     for task in cfg.eval.tasks:
         section, samples = getattr(cfg.eval, task), record(task).samples
         if samples is not None:
             # routers decode after the dense pass
             cases = len(found.prefill_cases(loaded.model, section.sparsities))
-            tokens[task] = samples(section) * cases * sum(lengths_of(section))
+            number = samples(section) * sum(lengths_of(section))
+            tokens[task] = number * cases
+            if record(task).scored:
+                tokens[task], scored[task] = number * (2 * cases - 1), number * cases
             lengths += lengths_of(section)
     tokens = {what: number for what, number in tokens.items() if number}
     longest = max(lengths, default=cfg.data.seq_len)
     if tokens and (seconds := seconds_of_pass(loaded.model, longest)) is not None:
-        estimate("eval", {what: seconds * number / longest for what, number in tokens.items()})
+        parts = {what: seconds * number / longest for what, number in tokens.items()}
+        for task, number in scored.items():
+            parts[task] += number * seconds_of_scores(loaded.model)
+        others = [task for task in cfg.eval.tasks if record(task).samples is None]
+        estimate("eval", parts, others)
 
 
 def _run_tasks(job: "Job") -> Iterator[list[EvalRow]]:

@@ -63,6 +63,8 @@ class Task:
         the model's positions.
     samples : returns the prompts or chunks of each length, given its section, if each takes about
         a pass of a method over it; None: the time of the task is not estimated.
+    scored : whether, besides, the predictions of all tokens are compared with dense ones, after
+        another pass, which measures the recall.
     quality : how the verdict judges it; None: not at all.
     """
 
@@ -77,6 +79,7 @@ class Task:
     timed: bool = False
     fits_positions: bool = True
     samples: Callable[[Any], int] | None = None
+    scored: bool = False
     quality: Quality | None = None
 
 

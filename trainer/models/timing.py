@@ -11,13 +11,20 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from msattn.trainer.models.families import text_config
+from msattn.trainer.models.predictions import token_scores
 from msattn.trainer.models.tap import run_backbone
-from msattn.trainer.progress import activity
+from msattn.trainer.progress import activity, duration
 
 SDPA_BACKENDS = {
     "cuda": {"cuDNN": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION"},
     "cpu": {"SDPA": None},
 }
+
+# a pass over this many tokens and more may take minutes: one over a part of them says how many
+LONG = 8192
+PART = 16
+SCORED = 256  # tokens whose predictions are timed
 
 
 def seconds_of_pass(
@@ -29,12 +36,32 @@ def seconds_of_pass(
     """
     if model.device.type != "cpu":
         return None
-    with activity("measuring the speed of this machine"), torch.no_grad():
-        ids = torch.arange(tokens)[None] % model.config.get_text_config().vocab_size
-        run_backbone(model, ids[:, :16])  # prepares libraries
+    ids = torch.arange(tokens)[None] % model.config.get_text_config().vocab_size
+
+    def seconds(tokens: int) -> float:
         began = time.perf_counter()
-        run(model, ids)
+        run(model, ids[:, :tokens])
         return time.perf_counter() - began
+
+    what = f"measuring the speed of this machine with {tokens:,} tokens"
+    with torch.no_grad():
+        with activity(what):
+            run_backbone(model, ids[:, :16])  # prepares libraries
+            least = PART * seconds(tokens // PART) if tokens >= LONG else 0
+        with activity(f"{what}, at least {duration(least)}" if least else what):
+            return seconds(tokens)
+
+
+def seconds_of_scores(model: Any) -> float:
+    """Returns how long this machine's CPU takes to compare the prediction of a token with that of
+    dense attention; with a large vocabulary that may be longer than its part of a pass.
+    """
+    hidden = torch.zeros(1, SCORED, text_config(model.config).hidden_size, dtype=model.dtype)
+    ids = torch.arange(SCORED)
+    with activity("measuring the speed of this machine"), torch.no_grad():
+        began = time.perf_counter()
+        token_scores(model, hidden, ids, hidden)
+        return (time.perf_counter() - began) / SCORED
 
 
 class TokenClock(BaseStreamer):

@@ -231,5 +231,6 @@ TASK = Task(
     text="heldout",
     form="{:.3f}",
     samples=lambda section: section.num_chunks,
+    scored=True,
     quality=above_dense("perplexity above dense"),
 )
