@@ -9,7 +9,7 @@ synchronizes with the device.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,11 +68,13 @@ class Selection:
     @property
     def gate(self) -> Any:
         """The gate whose scores are used; None for other scores."""
-        return getattr(self.scorer, "gate", None)
+        return self.scorer.gate if isinstance(self.scorer, GateScorer) else None
 
     def needs_keys(self, x: LayerInputs) -> bool:
         """Returns True if the scores of a pass need every key; gates may need only pooled keys."""
-        return self.gate is None or (x.ends_prompt and cast(Any, self.scorer).last_chunk_needs_keys)
+        if not isinstance(self.scorer, GateScorer):
+            return True
+        return x.ends_prompt and self.scorer.last_chunk_needs_keys
 
     @classmethod
     def from_config(
