@@ -26,7 +26,6 @@ from msattn.trainer.methods.base import GateScorer, Scorer
 from msattn.trainer.methods.blocks import (
     SINK_AND_LOCAL,
     AlwaysRead,
-    Candidates,
     RowCandidates,
     candidate_blocks,
 )
@@ -36,7 +35,7 @@ from msattn.trainer.models.layer_attention import LayerInputs, score_options, wi
 
 SCORE_BYTES = 2**30  # of block scores or projected keys in memory at once
 OWN_ALWAYS = ("sink_blocks", "local_blocks")  # what a gate records of AlwaysRead
-Policy = Callable[[Tensor, Candidates], Tensor]  # see msattn.trainer.config.policies
+Policy = Callable[[Tensor, RowCandidates], Tensor]  # see msattn.trainer.config.policies
 
 
 @dataclass(frozen=True)
