@@ -141,12 +141,12 @@ def _asked(part: Part, job: Job) -> dict[float, float]:
             )
             texts = [chunks[i]["input_ids"] for i in range(len(chunks))]
             (selection,) = job.compared.block_selections
-            found = [
+            pairs = [
                 [share, asked_sparsity(selection, job.loaded, texts, share)]
                 for share in part.shares
             ]
             with replace_file(path) as file:
-                file.write_text(json.dumps(found), encoding="utf-8")
+                file.write_text(json.dumps(pairs), encoding="utf-8")
     return read_asked(part)
 
 
@@ -185,10 +185,10 @@ def measure(part: Part) -> list[EvalRow]:
         if asked:
             job = replace(job, cfg=_configured(part, [*asked.values()]))
         with job.progress:
-            found = task_module(part.task).run(job)
+            task_rows = task_module(part.task).run(job)
         # such a part keeps no row of dense attention
         if part.task == "perplexity" and not methods.block_selections:
-            kept.add(found, part.task, part.length, DENSE, "")
+            kept.add(task_rows, part.task, part.length, DENSE, "")
         kept.add([], "done")
     rows = [row for row in kept.of_other_tasks(()) if row.method.is_dense == (part.scores is None)]
     if asked:
@@ -243,16 +243,16 @@ def parts_of(
         name = f"{name}-{task}-{length}"
         return Part(name, folder / name, tuple(overrides), length, task, **fields)
 
-    dense = [part("dense", *each) for each in product(asked, lengths)]
+    dense = [part("dense", *problem) for problem in product(asked, lengths)]
     methods: list[tuple[str, str, Path | None]] = [
         (f"{scores}-{run_of(path)}", scores, path) for path in gates for scores in gate_scores
     ]
     methods += [(name, name, None) for name in baselines]
     return dense, [
-        part(f"{policy}-{name}", *each, policy=policy, scores=scores, gate=gate, **fields)
+        part(f"{policy}-{name}", *problem, policy=policy, scores=scores, gate=gate, **fields)
         for policy in policies
         for name, scores, gate in methods
-        for each in product(asked, lengths)
+        for problem in product(asked, lengths)
     ]
 
 
@@ -273,14 +273,14 @@ def with_differences(rows: Sequence[tuple[str, EvalRow]]) -> Iterator[tuple[str,
         if not row.method.trained or not peers or quality is None:
             yield policy, row
             continue
-        best = max(peers, key=lambda each: quality.better * quality.value(each))
+        best = max(peers, key=lambda peer: quality.better * quality.value(peer))
         difference, bounds = quality.difference(row, best)
-        found = {
+        comparison = {
             "best_untrained": str(best.method),
             "over_best": difference,
             "over_best_interval": bounds,
         }
-        yield policy, replace(row, extra=row.extra | found)
+        yield policy, replace(row, extra=row.extra | comparison)
 
 
 def write_rows(out: Path, run: str, model: str, rows: Sequence[tuple[str, EvalRow]]) -> None:
@@ -302,13 +302,13 @@ def write_settings(path: Path, parts: Iterable[Part]) -> None:
     """Writes the sparsities that parts ask for, by method (``scores:run`` of gates) and share of
     the keys.
     """
-    found = {
+    settings = {
         str(part.scores) if part.gate is None else f"{part.scores}:{run_of(part.gate)}": read_asked(
             part
         )
         for part in parts
     }
-    path.write_text(json.dumps(found), encoding="utf-8")
+    path.write_text(json.dumps(settings), encoding="utf-8")
 
 
 def measured(
@@ -325,9 +325,9 @@ def measured(
             yield part, rows
             if part.scores is None:
                 waiting |= {
-                    pool.submit(measure, replace(each, dense=tuple(rows))): each
-                    for each in sparse
-                    if (each.task, each.length) == (part.task, part.length)
+                    pool.submit(measure, replace(sparse_part, dense=tuple(rows))): sparse_part
+                    for sparse_part in sparse
+                    if (sparse_part.task, sparse_part.length) == (part.task, part.length)
                 }
 
 
@@ -411,7 +411,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.tasks,
         **fields,
     )
-    found: dict[Part, list[EvalRow]] = {}
+    by_part: dict[Part, list[EvalRow]] = {}
     spawn = multiprocessing.get_context("spawn")
     gpus = spawn.Queue()
     for gpu in islice(cycle(_gpus()), args.processes):
@@ -420,12 +420,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.processes, spawn, initializer=_start, initargs=(folder, gpus)
     ) as pool:
         for part, part_rows in measured(pool, dense, sparse):
-            found[part] = part_rows
+            by_part[part] = part_rows
             print(f"{part.name}: {len(part_rows)} rows", flush=True)
     rows = [
         ("" if row.method.is_dense else part.policy, row)
         for part in (*dense, *sparse)
-        for row in found[part]
+        for row in by_part[part]
     ]
     write_rows(args.out, run, cfg.model.name, rows)
     if args.shares:

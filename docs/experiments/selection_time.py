@@ -139,8 +139,10 @@ def kernel_ms(call: Callable[[], Any], runs: int = 3) -> dict[str, float]:
         for _ in range(runs):
             call()
         torch.cuda.synchronize()
-    found = {each.key: each.self_device_time_total / 1000 / runs for each in profile.key_averages()}
-    return dict(sorted(found.items(), key=lambda item: -item[1])[:9])
+    times = {
+        event.key: event.self_device_time_total / 1000 / runs for event in profile.key_averages()
+    }
+    return dict(sorted(times.items(), key=lambda item: -item[1])[:9])
 
 
 def peak_gb(call: Callable[[], Any]) -> float:
@@ -162,8 +164,8 @@ def differing(problem: Problem) -> tuple[float, float]:
     blocks = -(-part.gate["num_keys"] // part.keys)
     visible, _ = masks(part)
     got, wanted = (
-        unpack_blocks(found, blocks)
-        for found in (part.select(), reference_blocks(**part.gate, **part.choice))
+        unpack_blocks(selected, blocks)
+        for selected in (part.select(), reference_blocks(**part.gate, **part.choice))
     )
     seen = visible.sum().item() * got.shape[1]
     return (got ^ wanted).sum().item() / seen, got.sum().item() / seen

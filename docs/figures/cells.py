@@ -32,15 +32,15 @@ class Cell:
         their seed.
         """
         where = {**where, **self.where}
-        found = [
+        matching = [
             row for row in rows(file) if all(row[key] == value for key, value in where.items())
         ]
-        if len({row.get("seed") for row in found}) != len(found):
+        if len({row.get("seed") for row in matching}) != len(matching):
             raise LookupError(f"{file}.csv has several rows with {where}")
-        if not found:
+        if not matching:
             return ""
         shown = [
-            format(fmean(float(row[name]) for row in found), self.form).rstrip("%")
+            format(fmean(float(row[name]) for row in matching), self.form).rstrip("%")
             for name in self.numbers
         ]
         return f"{shown[0]} ({shown[1]} to {shown[2]})" if len(shown) == 3 else shown[0]

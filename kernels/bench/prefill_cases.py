@@ -280,10 +280,10 @@ def _zoom(shape: Shape, sparsity: float) -> Tensor:
     """
     # Share of blocks at each of the zooms 2, 4 and 8: at most that at zoom 1, and such that all
     # shares sum to at most 1.
-    each = min((1 - sparsity) / 1.875, sparsity / 2.125)
-    whole = 1 - sparsity - 0.875 * each
+    share = min((1 - sparsity) / 1.875, sparsity / 2.125)
+    whole = 1 - sparsity - 0.875 * share
     edges = torch.tensor(
-        [whole, whole + each, whole + 2 * each, whole + 3 * each], device=shape.device
+        [whole, whole + share, whole + 2 * share, whole + 3 * share], device=shape.device
     )
     drawn = torch.rand(
         (1, shape.q_heads, shape.blocks, shape.blocks),

@@ -58,7 +58,7 @@ def configure(model: str, settings: Sequence[str]) -> None:
             f"on the Hub)"
         )
     files = ModelFiles(name, folder)
-    given = dict(_setting(each, folder, name) for each in settings)
+    given = dict(_setting(setting, folder, name) for setting in settings)
     with activity(name):
         own = {role: folder for role in ("gate", "qmodel") if given.get(role) == OWN}
         check_options(pretrained_config(files), artifact_options(given | own, name))

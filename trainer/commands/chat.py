@@ -125,7 +125,7 @@ class Conversation:
             with attach(self.loaded.model, **self.options) as sparse:
                 self._generate(ids, clock, stop)
             text = tokenizer.decode(
-                [each for each in clock.tokens if each not in ends], skip_special_tokens=True
+                [token for token in clock.tokens if token not in ends], skip_special_tokens=True
             )
             if clock.tokens:  # otherwise the message was not read
                 self.messages = [*messages, {"role": "assistant", "content": text}]

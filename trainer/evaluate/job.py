@@ -42,7 +42,7 @@ class PartialRows:
             shutil.rmtree(folder, ignore_errors=True)
         self._parts = FinishedParts(folder, settings, resume=resume)
         notes = (self._parts.load(name)[1] for name in self._parts)
-        self._rows = {key: [_row(each) for each in rows] for key, rows in notes}
+        self._rows = {key: [_row(row) for row in rows] for key, rows in notes}
 
     def __len__(self) -> int:
         return sum(map(len, self._rows.values()))
@@ -101,17 +101,24 @@ class Job:
         """Returns the rows of each measurement of ``plan``, in order; rows on disk are not measured
         again.
         """
-        kept_rows = [None if each.key is None else self.kept.get(*each.key) for each in plan]
+        kept_rows = [
+            None if measurement.key is None else self.kept.get(*measurement.key)
+            for measurement in plan
+        ]
         advance = self.bar(
             title,
-            sum(each.steps for each, rows in zip(plan, kept_rows, strict=True) if rows is None),
+            sum(
+                measurement.steps
+                for measurement, rows in zip(plan, kept_rows, strict=True)
+                if rows is None
+            ),
         )
         done: list[EvalRow] = []
-        for each, rows in zip(plan, kept_rows, strict=True):
+        for measurement, rows in zip(plan, kept_rows, strict=True):
             if rows is None:
-                rows = each.measure(advance, done[0] if done else None)
-                if each.key is not None:
-                    self.kept.add(rows, *each.key)
+                rows = measurement.measure(advance, done[0] if done else None)
+                if measurement.key is not None:
+                    self.kept.add(rows, *measurement.key)
             done += rows
         return done
 
@@ -174,7 +181,7 @@ def texts_hash(cfg: EvalRunConfig) -> str:
     haystacks = _haystacks(cfg)
     own = [cfg.data] if reads_data(cfg) and cfg.data.source != "hub" else []
     texts = [*own, *(_source(path) for path in haystacks.values() if path is not None)]
-    identities = [source_identity(each, heldout=True) for each in texts]
+    identities = [source_identity(text, heldout=True) for text in texts]
     named = [
         (task, key, getattr(getattr(cfg.eval, task), key))
         for task in cfg.eval.tasks

@@ -87,13 +87,17 @@ def relative_time(row: EvalRow, own: list[EvalRow], rows: list[EvalRow]) -> floa
     the time of a decoded token, from the task ``decoding`` among all ``rows``.
     """
     if row.sparsity is None:
-        decoded = [each for each in rows if each.task == "decoding" and each.is_of_one_prompt()]
+        decoded = [other for other in rows if other.task == "decoding" and other.is_of_one_prompt()]
         same = longest(
-            [each for each in decoded if (each.method, each.setting) == (row.method, row.setting)]
+            [
+                other
+                for other in decoded
+                if (other.method, other.setting) == (row.method, row.setting)
+            ]
         )
         ratio = same[0].ratio_to_dense if same else None
         return 1 / ratio if ratio else None
-    dense = [each.latency_s for each in dense_of(own) if each.latency_s]
+    dense = [dense_row.latency_s for dense_row in dense_of(own) if dense_row.latency_s]
     return row.latency_s / dense[0] if row.latency_s and dense else None
 
 

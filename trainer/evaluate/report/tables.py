@@ -55,11 +55,11 @@ def table(rows: list[EvalRow]) -> dict[str, list[str]]:
     for name, (key, form) in {**task.columns, **common}.items():
         if name == SPEEDUP:
             speedups = dict.fromkeys(
-                each for row in rows for each in row.extra if each.startswith(key)
+                field for row in rows for field in row.extra if field.startswith(key)
             )
             columns |= {
-                name + each.removeprefix(key): [_cell(row, each, form) for row in rows]
-                for each in speedups
+                name + field.removeprefix(key): [_cell(row, field, form) for row in rows]
+                for field in speedups
             }
         else:
             columns[name] = [_cell(row, key, form) for row in rows]
@@ -156,9 +156,9 @@ def leaderboard(rows: Sequence[EvalRow]) -> str:
 
 
 def _leaderboard(rows: list[EvalRow], length: int) -> str:
-    found = dict.fromkeys(map(_left_out, rows))
+    shares = dict.fromkeys(map(_left_out, rows))
     columns = sorted(
-        found, key=lambda name: (0, float(name[:-2])) if name.endswith(" %") else (1, 0)
+        shares, key=lambda name: (0, float(name[:-2])) if name.endswith(" %") else (1, 0)
     )
     methods = {
         row.method: {_left_out(own): own for own in rows if own.method == row.method}

@@ -42,7 +42,7 @@ def verdict(rows: Sequence[EvalRow]) -> list[Line]:
         (task, quality) for task in TASKS if task in measured and (quality := task_of(task).quality)
     ]
     # perplexities, then shares
-    for task, quality in sorted(judged, key=lambda each: each[1].better):
+    for task, quality in sorted(judged, key=lambda pair: pair[1].better):
         own = longest([row for row in rows if row.task == task and row.ratio_to_dense is not None])
         own = [row for row in own if row.method.is_served and not row.method.is_dense]
         for kind, routed in (("prefill", False), ("decoding", True)):
@@ -94,8 +94,8 @@ def _line(quality: Quality, name: str, rows: list[EvalRow]) -> Line:
         ]
     reference = min((row for row in rows if row.method == first.method), key=_reads)
     near = [
-        _in_setting([row for row in rows if row.method == each], reference)
-        for each in dict.fromkeys(row.method for row in rows)
+        _in_setting([row for row in rows if row.method == method], reference)
+        for method in dict.fromkeys(row.method for row in rows)
     ]
     near = [row for row in near if _reads(row) <= (1 + SAME_READS) * _reads(reference)]
     near.sort(key=lambda row: -quality.better * quality.value(row))

@@ -63,13 +63,13 @@ class Samples:
         """Numbers of last tokens that depend on the needle: of the answers without a token of white
         space that begins them.
         """
-        found = []
+        counts = []
         for ids, prompt in zip(self.ids, self.prompts, strict=True):
             texts = [self.tokenizer.decode([id]) for id in ids[-prompt.answer_tokens :].tolist()]
-            found.append(
+            counts.append(
                 len(texts) - next((at for at, text in enumerate(texts) if text.strip()), 0)
             )
-        return found
+        return counts
 
     @property
     def longest(self) -> int:
@@ -103,7 +103,7 @@ class Samples:
         """Returns a prompt of each depth with the ``expected`` and the predicted ``answer``; the
         same for every method.
         """
-        found, decode, shown = self.found(predicted), self.tokenizer.decode, []
+        correct, decode, shown = self.found(predicted), self.tokenizer.decode, []
         for i in (self.depths.index(depth) for depth in dict.fromkeys(self.depths)):
             asked, last = self.prompts[i], self.judged[i]
             prompt = decode(self.ids[i, :-last], skip_special_tokens=True)
@@ -111,7 +111,7 @@ class Samples:
             given = {
                 "expected": expected,
                 "answer": decode(predicted[i, -last:]),
-                "correct": found[i],
+                "correct": correct[i],
             }
             shown.append({"prompt": excerpt(prompt, asked.statement, asked.question), **given})
         return shown
@@ -327,10 +327,10 @@ def as_row(
     """Returns the row of a result; ``dense`` is the row of dense attention, None for dense
     attention itself.
     """
-    found = samples.found(result.predicted)
-    accuracy = sum(found) / len(found)
+    correct = samples.found(result.predicted)
+    accuracy = sum(correct) / len(correct)
     by_depth: dict[str, list[bool]] = {}
-    for depth, hit in zip(samples.depths, found, strict=True):
+    for depth, hit in zip(samples.depths, correct, strict=True):
         by_depth.setdefault(f"{depth:g}", []).append(hit)
     routed = result.spent["sparsity"] is None
     extra = {
@@ -338,15 +338,15 @@ def as_row(
         "needles": cfg.eval.needle.needles,
         "question": cfg.eval.needle.question if routed else "sparse" if dense else "dense",
         "latency_of": "a decoded token, batched" if routed else "a prefill",
-        "correct": found,
+        "correct": correct,
         "by_depth": {depth: sum(hits) / len(hits) for depth, hits in by_depth.items()},
         "examples": samples.examples(result.predicted),
     }
-    interval = wilson(sum(found), len(found))
+    interval = wilson(sum(correct), len(correct))
     ratio = ratio_to(dense.score if dense else None, accuracy)
     fields: dict[str, Any] = {
         "ratio_to_dense": ratio,
-        "samples": len(found),
+        "samples": len(correct),
         "extra": extra,
         **result.spent,
     }

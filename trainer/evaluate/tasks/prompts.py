@@ -51,8 +51,8 @@ def prepare(cfg: EvalRunConfig, model: Described | Loaded) -> list[Tensor]:
     """
     settings = cfg.eval.prompts
     encoded = [
-        encode_prompt(model.tokenizer, each.prompt, cfg.chat)
-        for each in read_prompts(settings.path)
+        encode_prompt(model.tokenizer, entry.prompt, cfg.chat)
+        for entry in read_prompts(settings.path)
     ]
     for number, ids in enumerate(encoded, start=1):
         given = (

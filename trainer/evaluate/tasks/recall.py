@@ -207,7 +207,8 @@ def bucket_recalls(
     scores = routing.router.scores_at(x, positions, routing.recent, by_head=routing.independent)
     if routing.independent:  # every query head has key/value heads of its own
         k, v, buckets = (
-            each.repeat_interleave(x.q.shape[1] // x.k.shape[1], 1) for each in (x.k, x.v, buckets)
+            tensor.repeat_interleave(x.q.shape[1] // x.k.shape[1], 1)
+            for tensor in (x.k, x.v, buckets)
         )
         x = replace(x, k=k, v=v)
     sizes = bucket_sizes(buckets[0], positions, num_buckets)

@@ -233,7 +233,7 @@ def write_artifact(
     artifacts.write(
         folder,
         kind="kmeans",
-        tensors={"centroids": torch.stack([each["centroids"] for each in tensors])},
+        tensors={"centroids": torch.stack([of_layer["centroids"] for of_layer in tensors])},
         config=asdict(cfg),
         model=loaded.fingerprint,
         details={

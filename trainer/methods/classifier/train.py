@@ -181,7 +181,7 @@ class _Job:
         """The targets that are cached: those of training, unless they are drawn online, before the
         held-out ones.
         """
-        return [each for each in (self.train, self.heldout) if isinstance(each, TargetCache)]
+        return [cache for cache in (self.train, self.heldout) if isinstance(cache, TargetCache)]
 
     @property
     def device(self) -> torch.device:
@@ -194,7 +194,7 @@ class _Job:
     def print_estimate(self, ranks: PartialState, seconds: float) -> None:
         """Prints the time of the whole job on a CPU, given that of the first cached prompt."""
         if self.device.type == "cpu" and ranks.is_main_process:
-            prompts = 1 + sum(len(each.missing) for each in self.caches)
+            prompts = 1 + sum(len(cache.missing) for cache in self.caches)
             passes = prompts / ranks.num_processes + KEY_CALIBRATION_CHUNKS
             steps = self.cfg.train.steps
             layers = -(-len(self.partition.layers) // ranks.num_processes)
@@ -368,7 +368,7 @@ class _Job:
             {layer: note["metrics"] for layer, note in zip(partition.layers, notes, strict=True)}
         )
         metrics |= {
-            "cache_seconds_a_kv_head": sum(each.seconds() for each in self.caches) / kv_heads,
+            "cache_seconds_a_kv_head": sum(cache.seconds() for cache in self.caches) / kv_heads,
             "training_seconds_a_kv_head": sum(note["seconds"] for note in notes) / kv_heads,
         }
         artifacts.write(

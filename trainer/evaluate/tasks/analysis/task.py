@@ -137,18 +137,19 @@ def training_sizes(
     """Assigns the training keys of each layer to the buckets of the first k-means before RoPE and
     of the first after RoPE.
     """
-    found = []
+    assigned = []
     for routing in partitions.k_means(routings).values():
         router: Any = routing.router
         sizes = SampledBuckets(routing.method, router.num_buckets, seed)
         for layer in (layer for layer in layers if layer in router.layers):
             before, after = (
-                each[layer][None].to(router.centroids.device) for each in (keys.before, keys.after)
+                by_layer[layer][None].to(router.centroids.device)
+                for by_layer in (keys.before, keys.after)
             )
             sizes.training[layer] = router.assign(layer, before, after)[0, heads].cpu()
         if sizes.training:
-            found.append((routing, sizes))
-    return found
+            assigned.append((routing, sizes))
+    return assigned
 
 
 TASK = Task(
