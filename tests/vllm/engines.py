@@ -61,6 +61,12 @@ def answers(
     return [[list(answer.token_ids) for answer in output.outputs] for output in outputs]
 
 
+def builder_of(worker: Any) -> Any:
+    """Returns the builder of the backend in a worker."""
+    ((group,),) = worker.model_runner.attn_groups
+    return group.get_metadata_builder()
+
+
 def cached_tokens(llm: LLM, prompt: list[int]) -> int:
     """Returns the number of tokens of a prompt that are found in the cache."""
     (output,) = llm.generate({"prompt_token_ids": prompt}, GREEDY, use_tqdm=False)

@@ -32,10 +32,6 @@ ENGINES: dict[str, tuple[dict[str, Any], str]] = {
         "speculative decoding is not supported by msattn",
     ),
     "adapters": ({"enable_lora": True}, "LoRA is not supported by msattn"),
-    "pipeline": (
-        {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
-        "pipeline parallelism is not supported",
-    ),
 }
 GIVEN: dict[str, tuple[Any, str]] = {
     "no mapping": (

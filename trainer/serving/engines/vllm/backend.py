@@ -147,7 +147,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.config = vllm_config.model_config.hf_text_config
-        self.sparse = sparse_of(vllm_config, device)
+        self.sparse = sparse_of(vllm_config, device, map(extract_layer_index, layer_names))
         self.rotates = [layer.rotates for layer in attention_layers(self.config)]
         self._state: PagedState | None = None
 

@@ -2,7 +2,7 @@
 engine can serve it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import check_supported, num_kv_heads
 from msattn.trainer.models.identity import config_fingerprint
-from msattn.trainer.models.parallel import HeadShard
+from msattn.trainer.models.parallel import ModelShard
 from msattn.trainer.serving.build import ModelInfo, build_sparse
 from msattn.trainer.serving.engines.generate_batch import check_page_size, check_paged
 from msattn.trainer.serving.implementation import configured_options
@@ -24,9 +24,9 @@ SECTION = "msattn"  # key in additional_config
 PAGE_SIZES = (64, 128, 256)  # whole blocks of gates, and what the kernels take
 
 
-def sparse_of(config: Any, device: torch.device) -> Sparse:
-    """Builds the sparse attention of an engine, whose :func:`options_of` are parameters of
-    ``msattn.attach``.
+def sparse_of(config: Any, device: torch.device, layers: Iterable[int]) -> Sparse:
+    """Builds the sparse attention of the ``layers`` of an engine's rank; :func:`options_of` are
+    parameters of ``msattn.attach``.
 
     Raises UserError if the engine, the model, an option or an artifact is not supported, or an
     artifact is for another model.
@@ -36,7 +36,7 @@ def sparse_of(config: Any, device: torch.device) -> Sparse:
     check_supported(model)
     functions = (
         partial(config_fingerprint, model),
-        partial(_shard, config),
+        partial(_shard, config, frozenset(layers)),
         partial(_to_device, device),
     )
     sparse = build_sparse(
@@ -76,7 +76,6 @@ def check_engine(config: Any) -> None:
         # pages would come without their buckets
         "KV transfer": config.kv_transfer_config is not None,
         "LoRA": config.lora_config is not None,
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
         "microbatching": parallel.use_ubatching,
@@ -102,8 +101,8 @@ def check_layer(**given: Any) -> None:
             )
 
 
-def _shard(config: Any) -> HeadShard:
-    """Returns the heads of this rank."""
+def _shard(config: Any, layers: frozenset[int]) -> ModelShard:
+    """Returns what this rank computes: its heads of its ``layers``."""
     from vllm.distributed import (
         get_tensor_model_parallel_rank,
         get_tensor_model_parallel_world_size,
@@ -119,7 +118,8 @@ def _shard(config: Any) -> HeadShard:
         ranks,
         f"expected a divisor of the {heads} key/value heads",
     )
-    return HeadShard(get_tensor_model_parallel_rank(), ranks)
+    in_stages = config.parallel_config.pipeline_parallel_size > 1
+    return ModelShard(get_tensor_model_parallel_rank(), ranks, layers if in_stages else None)
 
 
 def _to_device(device: torch.device, *modules: nn.Module | None) -> torch.device:
