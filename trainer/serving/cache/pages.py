@@ -81,6 +81,14 @@ class PagedState:
             self.last_pooled = max(self.pooled, default=-1)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that are kept beside the caches."""
+        kept = [*self.buckets.values(), *self.pooled.values()]
+        if self.gate is not None:
+            kept.append(self.is_pooled)
+        return sum(x.nbytes for x in kept) + (0 if self.sizes is None else self.sizes.nbytes)
+
+    @property
     def block_size(self) -> int:
         """Keys of a block, of a cache with a gate."""
         assert self.gate is not None

@@ -2,7 +2,7 @@
 engine can serve it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,20 @@ def sparse_of(config: Any, device: torch.device, layers: Iterable[int]) -> Spars
             "vLLM: it hands over keys after RoPE, and dynamic and longrope RoPE cannot be inverted"
         )
     check_page_size(config.cache_config.block_size, sparse, "block_size")
+    return sparse
+
+
+def sparse_of_layers(config: Any, names: Collection[str], device: torch.device) -> Sparse:
+    """Returns the sparse attention of a rank's layers, which is built once: before their memory is
+    counted, or with their builder.
+    """
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    layers = config.compilation_config.static_forward_context
+    impls = [layers[name].impl for name in names]
+    sparse = impls[0].sparse or sparse_of(config, device, map(extract_layer_index, names))
+    for impl in impls:
+        impl.sparse = sparse
     return sparse
 
 
