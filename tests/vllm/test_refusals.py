@@ -21,16 +21,6 @@ from tests.vllm.engines import EVERY_KEY, MODEL, OPTIONS, answers, engine
 
 ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     "pages": ({"block_size": 32}, "block_size=32: expected 64, 128, 256"),
-    "speculation": (
-        {
-            "speculative_config": {
-                "method": "ngram",
-                "num_speculative_tokens": 3,
-                "prompt_lookup_max": 3,
-            }
-        },
-        "speculative decoding is not supported by msattn",
-    ),
     "adapters": ({"enable_lora": True}, "LoRA is not supported by msattn"),
 }
 GIVEN: dict[str, tuple[Any, str]] = {
@@ -62,6 +52,16 @@ STARTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 def test_engines_that_cannot_be_served_are_refused(name: str) -> None:
     options, message = ENGINES[name]
     config = EngineArgs(model=str(MODEL), **{**OPTIONS, **options}).create_engine_config()
+    with pytest.raises(UserError, match=message):
+        check_engine(config)
+
+
+def test_other_drafts_are_refused() -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    options = OPTIONS | {"speculative_config": ngram}
+    config = EngineArgs(model=str(MODEL), **options).create_engine_config()
+    config.speculative_config.method = "eagle"
+    message = "speculative_config.method=eagle: msattn verifies the drafts of ngram and draft_model"
     with pytest.raises(UserError, match=message):
         check_engine(config)
 

@@ -1,5 +1,6 @@
 """Attention over the pages of vLLM: the backend, its builder, and the layers."""
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +18,14 @@ from vllm.v1.attention.backend import (
 
 from msattn.trainer.models.families import attention_layers
 from msattn.trainer.serving.cache.pages import PagedState
-from msattn.trainer.serving.engines.vllm.engine import PAGE_SIZES, check_layer, sparse_of_layers
+from msattn.trainer.serving.engines.vllm.engine import (
+    PAGE_SIZES,
+    check_drafts,
+    check_layer,
+    drafts_of,
+    sparse_of_layers,
+    state_options,
+)
 from msattn.trainer.serving.engines.vllm.memory import account
 from msattn.trainer.serving.engines.vllm.passes import Metadata, cache_views
 from msattn.trainer.serving.engines.vllm.plugin import backend_name
@@ -82,7 +90,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         return Metadata(
             self.sparse.paged, self.state(), common_attn_metadata, self.sparse.rotation,
             self.rotates,
-            self.vllm_config.model_config.dtype,
+            self.vllm_config.model_config.dtype, drafts_of(self.vllm_config),
         )  # fmt: skip
 
     def build_for_cudagraph_capture(
@@ -112,10 +120,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
                 extract_layer_index(name): cache_views(layers[name].kv_cache)
                 for name in self.layer_names
             }
-            requests = self.vllm_config.scheduler_config.max_num_seqs
-            self._state = PagedState(
-                caches, **self.sparse.paged.state_options(self.config, requests)
-            )
+            self._state = PagedState(caches, **state_options(self.vllm_config, self.sparse))
             self.sparse.paged.create_counters(self._state)
         return self._state
 
@@ -160,7 +165,9 @@ class Impl(AttentionImpl[Metadata]):
             kv_cache_dtype,
         )
         self.sparse: Sparse | None = None
-        account(get_current_vllm_config(), Impl)
+        config = get_current_vllm_config()
+        check_drafts(config)
+        account(config, Impl)
 
     def forward(
         self,
@@ -213,5 +220,6 @@ def clear_stats(worker: Any) -> None:
 
 
 def _sparse_of_worker(worker: Any) -> Sparse:
-    (groups,) = worker.model_runner.attn_groups
-    return groups[0].get_metadata_builder().sparse
+    groups = chain.from_iterable(worker.model_runner.attn_groups)
+    (own,) = (group for group in groups if group.backend is Backend)  # a draft model has another
+    return own.get_metadata_builder().sparse

@@ -21,6 +21,7 @@ from msattn.trainer.serving.options import AttachOptions, artifact_options
 from msattn.trainer.serving.sparse import Sparse
 
 SECTION = "msattn"  # key in additional_config
+DRAFTS = ("ngram", "draft_model")  # methods of speculative decoding
 PAGE_SIZES = (64, 128, 256)  # whole blocks of gates, and what the kernels take
 
 
@@ -85,8 +86,14 @@ def check_engine(config: Any) -> None:
         cache.block_size,
         f"expected {', '.join(map(str, PAGE_SIZES))}",
     )
+    method = getattr(config.speculative_config, "method", None)
+    require(
+        method in (None, *DRAFTS),
+        "speculative_config.method",
+        method,
+        f"msattn verifies the drafts of {' and '.join(DRAFTS)}",
+    )
     refused = {
-        "speculative decoding": config.speculative_config is not None,
         # pages would come without their buckets
         "KV transfer": config.kv_transfer_config is not None,
         "LoRA": config.lora_config is not None,
@@ -102,6 +109,34 @@ def check_engine(config: Any) -> None:
             raise UserError(
                 f"vLLM: {name} is not supported by msattn; turn it off, or use another backend"
             )
+
+
+def check_drafts(config: Any) -> None:
+    """Raises UserError if a layer of this configuration is one of a draft model, for which no
+    artifact is made.
+    """
+    drafts = config.speculative_config
+    # drafts of n-grams have the model's own configuration
+    has_model = drafts is not None and drafts.method == "draft_model"
+    if has_model and config.model_config is drafts.draft_model_config:
+        raise UserError(
+            "speculative_config: msattn serves the model, not the draft model; give "
+            '"attention_backend" one of vLLM\'s own in it'
+        )
+
+
+def drafts_of(config: Any) -> int:
+    """Returns the most drafts that a request of an engine has in a pass."""
+    return getattr(config.speculative_config, "num_speculative_tokens", None) or 0
+
+
+def state_options(config: Any, sparse: Sparse) -> dict[str, Any]:
+    """Returns the arguments of a state that say what an engine keeps."""
+    return sparse.paged.state_options(
+        config.model_config.hf_text_config,
+        config.scheduler_config.max_num_seqs,
+        drafts_of(config),
+    )
 
 
 def check_layer(**given: Any) -> None:

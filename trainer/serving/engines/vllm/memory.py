@@ -15,7 +15,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from msattn.trainer.models.families import attention_layers
 from msattn.trainer.serving.cache.pages import PagedState
-from msattn.trainer.serving.engines.vllm.engine import sparse_of_layers
+from msattn.trainer.serving.engines.vllm.engine import sparse_of_layers, state_options
 from msattn.trainer.serving.engines.vllm.passes import Metadata, cache_views
 from msattn.trainer.serving.sparse import Sparse
 
@@ -78,7 +78,7 @@ def _needed(worker: Any, specs: dict[str, Any]) -> Needed:
     """Returns what the layers of ``specs`` need."""
     config, device = worker.vllm_config, worker.device
     sparse = sparse_of_layers(config, specs, device)
-    options = _state_options(config, sparse)
+    options = state_options(config, sparse)
     one, two = (_state_bytes(specs, pages, options) for pages in (1, 2))
     chunk, tokens = 0, 0
     if device.type == "cuda":  # on a CPU vLLM counts no work space either
@@ -92,11 +92,6 @@ def _needed(worker: Any, specs: dict[str, Any]) -> Needed:
         )
     # a CUDA graph over new tokens keeps its own work space
     return Needed(two - one, 2 * one - two, max(chunk, tokens) + tokens)
-
-
-def _state_options(config: Any, sparse: Sparse) -> dict[str, Any]:
-    requests = config.scheduler_config.max_num_seqs
-    return sparse.paged.state_options(config.model_config.hf_text_config, requests)
 
 
 def _state_bytes(specs: dict[str, Any], pages: int, options: dict[str, Any]) -> int:
@@ -140,7 +135,7 @@ def largest_pass(
     number = (routed or [*names])[0]
     spec, longest = specs[names[number]], config.model_config.max_model_len
     text, tokens = config.model_config.hf_text_config, rows * queries
-    options = _state_options(config, sparse) | {"bucket_layers": routed}
+    options = state_options(config, sparse) | {"bucket_layers": routed}
     state = PagedState({number: cache_views(_cache(spec, 1, device))}, **options)
     ints = {"dtype": torch.int32, "device": device}
     starts = torch.arange(0, tokens + 1, queries, dtype=torch.int32)

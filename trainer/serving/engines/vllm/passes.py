@@ -31,6 +31,7 @@ class Metadata:
     rotation: Rotation
     rotates: list[bool]  # whether each layer has RoPE
     dtype: torch.dtype  # dtype of the model
+    drafts: int = 0  # the most that a request has after its new token
     current: PagedPass = field(init=False)
     positions: Tensor = field(init=False)  # int64 [1, T]
     cos: Tensor = field(init=False)  # [1, T, r]
@@ -84,11 +85,26 @@ class Metadata:
             positions = (kv_len.long() - 1).clamp(min=0)
         else:
             self.current = self.attention.begin_tables(
-                state, *places, table, given.query_start_loc, kv_len
+                state,
+                *places,
+                table,
+                given.query_start_loc,
+                kv_len,
+                continued=self._continued(),
             )
             positions = _positions(given.query_start_loc, kv_len, self.tokens)
         self.positions = positions[None]
         self.cos, self.sin = self.rotation.angles(self.positions, self.dtype)
+
+    def _continued(self) -> Tensor | None:
+        """Returns the requests whose tokens may be drafts, bool ``[B]``: no short chunks of
+        prompts, where vLLM tells these apart.
+        """
+        if not self.drafts:
+            return None
+        queries, prefilling = self.given.query_start_loc.diff(), self.given.is_prefilling
+        continued = (queries <= 1 + self.drafts) & (queries < self.given.seq_lens)
+        return continued if prefilling is None else continued & ~prefilling.to(continued.device)
 
 
 def cache_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
