@@ -49,6 +49,7 @@ def sparse_of(config: Any, device: torch.device, layers: Iterable[int]) -> Spars
             "vLLM: it hands over keys after RoPE, and dynamic and longrope RoPE cannot be inverted"
         )
     check_page_size(config.cache_config.block_size, sparse, "block_size")
+    check_transfer(config.kv_transfer_config, sparse)
     return sparse
 
 
@@ -94,8 +95,6 @@ def check_engine(config: Any) -> None:
         f"msattn verifies the drafts of {' and '.join(DRAFTS)}",
     )
     refused = {
-        # pages would come without their buckets
-        "KV transfer": config.kv_transfer_config is not None,
         "LoRA": config.lora_config is not None,
         "context parallelism": parallel.decode_context_parallel_size > 1
         or parallel.prefill_context_parallel_size > 1,
@@ -109,6 +108,19 @@ def check_engine(config: Any) -> None:
             raise UserError(
                 f"vLLM: {name} is not supported by msattn; turn it off, or use another backend"
             )
+
+
+def check_transfer(transfer: Any, sparse: Sparse) -> None:
+    """Raises UserError for an engine that receives pages whose state it would not have."""
+    keeps_state = sparse.dispatch.gate is not None or sparse.dispatch.routed is not None
+    if transfer is not None:
+        require(
+            not (transfer.is_kv_consumer and keeps_state),
+            "kv_transfer_config.kv_role",
+            transfer.kv_role,
+            "pages would come without the pooled keys and buckets of gates and classifiers; "
+            "expected kv_producer, or here vLLM's own attention",
+        )
 
 
 def check_drafts(config: Any) -> None:
