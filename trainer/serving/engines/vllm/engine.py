@@ -2,6 +2,7 @@
 engine can serve it.
 """
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from msattn.trainer.config.values import require
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.models.families import check_supported, num_kv_heads
 from msattn.trainer.models.identity import config_fingerprint
 from msattn.trainer.models.parallel import ModelShard
@@ -94,20 +95,30 @@ def check_engine(config: Any) -> None:
         method,
         f"msattn verifies the drafts of {' and '.join(DRAFTS)}",
     )
+    contexts = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
     refused = {
-        "LoRA": config.lora_config is not None,
-        "context parallelism": parallel.decode_context_parallel_size > 1
-        or parallel.prefill_context_parallel_size > 1,
-        "microbatching": parallel.use_ubatching,
-        "multi-head latent attention": config.model_config.use_mla,
-        # brings back the model's weights alone
-        "sleep mode": config.model_config.enable_sleep_mode,
+        "decode_context_parallel_size, prefill_context_parallel_size": (
+            max(contexts) > 1,
+            "use tensor_parallel_size or pipeline_parallel_size",
+        ),
+        "enable_dbo, ubatch_size": (parallel.use_ubatching, "leave them out"),
+        # it brings back the model's weights alone
+        "enable_sleep_mode": (
+            config.model_config.enable_sleep_mode,
+            "leave it out, and stop the engine instead",
+        ),
+        "multi-head latent attention": (config.model_config.use_mla, "use another backend"),
     }
-    for name, is_used in refused.items():
+    for name, (is_used, instead) in refused.items():
         if is_used:
-            raise UserError(
-                f"vLLM: {name} is not supported by msattn; turn it off, or use another backend"
-            )
+            raise UserError(f"vLLM: {name}: not supported by msattn; {instead}")
+    if config.lora_config is not None:
+        warnings.warn(
+            "enable_lora: gates and classifiers were trained without adapters; those that change "
+            "attention (q_proj, k_proj) may make them select worse",
+            ModelWarning,
+            stacklevel=2,
+        )
 
 
 def check_transfer(transfer: Any, sparse: Sparse) -> None:
@@ -155,10 +166,12 @@ def check_layer(**given: Any) -> None:
     """Raises UserError for what is ``given``: parts of a layer's attention that the kernels do not
     compute.
     """
+    instead = {"kv_cache_dtype": "msattn reads auto, float16 and bfloat16"}
     for name, value in given.items():
         if value is not None:
             raise UserError(
-                f"vLLM: {name}={value!s:.40} is not supported by msattn; use another backend"
+                f"vLLM: {name}={value!s:.40} is not supported by msattn; "
+                f"{instead.get(name, 'use another backend')}"
             )
 
 
