@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from msattn.kernels.bucket_mass import bucket_mass
     from msattn.kernels.common.bucket_index import build_bucket_index
     from msattn.kernels.flash_decode import flash_decode
+    from msattn.kernels.gate_blocks import gate_blocks
     from msattn.kernels.gate_scores import gate_scores
     from msattn.kernels.maxpool_attention import maxpool_attention
     from msattn.kernels.merge_states import merge_states

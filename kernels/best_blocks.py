@@ -6,9 +6,7 @@
                                                      * (1 - above / v) ** edge_exponent,
                                   where v > above blocks are visible in r
 
-A program owns a row. The best blocks are found without sorting: bisection over the bits of the
-scores finds the smallest score to select. If this score is tied, the first of the tied blocks are
-selected.
+A program owns a row (:mod:`msattn.kernels.common.best_of_row`).
 """
 
 import math
@@ -16,14 +14,12 @@ import math
 import torch
 from torch import Tensor
 
+from msattn.kernels.common.best_of_row import MAX_COLUMNS, best_of_row, row_options
 from msattn.kernels.common.checks import check_device, resolve_backend
 from msattn.kernels.common.primitives import LOG2_E, tl, triton
 from msattn.kernels.common.registration import register_op
 from msattn.kernels.reference import best_blocks as reference
 from msattn.kernels.types import Backend
-
-MAX_COLUMNS = 2**16  # of a score row: one program holds a whole row
-LOWEST, HIGHEST = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # int32
 
 
 def block_softmax(logits: Tensor, visible: Tensor, *, backend: Backend | None = None) -> Tensor:
@@ -164,7 +160,7 @@ def launch_softmax(logits: Tensor, visible: Tensor) -> Tensor:
     _block_softmax_kernel[(heads * rows * batch,)](
         logits, visible.view(torch.uint8), probabilities,
         *logits.stride()[:3], *_row_strides(visible), heads, rows, cols, LOG2_E,
-        COLS=width, num_warps=_warps(width),
+        COLS=width, **row_options(width),
     )  # fmt: skip
     return probabilities
 
@@ -187,7 +183,7 @@ def launch_best(
         scores, counts, visible.view(torch.uint8), always.view(torch.uint8), mask.view(torch.uint8),
         *scores.stride()[:3], *_row_strides(counts), *_row_strides(visible), *_row_strides(always),
         heads, rows, cols, threshold, exponent, edge_exponent, above,
-        COLS=width, num_warps=_warps(width),
+        COLS=width, **row_options(width),
     )  # fmt: skip
     return mask
 
@@ -207,11 +203,6 @@ _best_operator = register_op(
 def _row_strides(x: Tensor) -> tuple[int, int]:
     """Returns the strides of sequences and rows of ``x [B | 1, 1, Tr, ...]``."""
     return (x.stride(0) if x.shape[0] > 1 else 0), x.stride(2)
-
-
-def _warps(width: int) -> int:
-    """Returns the number of warps: 1 up to 1,024 columns, where sums need no barrier."""
-    return min(16, max(1, width // 1024))
 
 
 @triton.jit(do_not_specialize=["heads", "rows"])
@@ -264,40 +255,11 @@ def _best_blocks_kernel(
         mask=_load_mask(visible, c, cols),
         other=0.0,
     )
-    key = tl.where(visible, tl.where(always, HIGHEST, _ordered_bits(score)), LOWEST)
-    seen = tl.sum(visible.to(tl.int32), 0)
-    reached = seen
-    forced = tl.sum(always.to(tl.int32), 0)
-    wanted = tl.minimum(
-        tl.maximum(tl.load(counts_ptr + b * stride_nb + r * stride_nr), forced), reached
-    )
-    v = tl.maximum(seen, 1).to(tl.float32)
-    edge = tl.where(v > above, 1 - above / v, 1.0)
-    limit = threshold * tl.exp2(exponent * tl.log2(v) + edge_exponent * tl.log2(edge))
-    reaches = visible & (score >= tl.where(v > above, limit, float("inf")))
-    # they rank first, but reach no limit
-    nans = tl.sum((visible & (score != score)).to(tl.int32), 0)
-    # the best blocks are among them
-    if (nans == 0) & (tl.sum((always | reaches).to(tl.int32), 0) >= wanted):
-        wanted = forced
-
-    # Invariant: `reached` >= wanted keys are `low` or larger; fewer, or only those of `always`, are
-    # `high` or larger.
-    low = tl.min(tl.where(visible, key, HIGHEST), 0)
-    high = tl.max(tl.where(always, LOWEST, key), 0) + 1
-    if wanted == forced:  # only the blocks in `always`
-        low, reached = high, forced
-    while (reached != wanted) & (low + 1 < high):
-        middle = (low & high) + ((low ^ high) >> 1)  # their mean, rounded down, without overflow
-        enough = tl.sum((key >= middle).to(tl.int32), 0)
-        low = tl.where(enough >= wanted, middle, low)
-        high = tl.where(enough >= wanted, high, middle)
-        reached = tl.where(enough >= wanted, enough, reached)
-    taken = key >= low
-    if reached != wanted:  # keys equal to `low` tie: take the first
-        last = (key == low).to(tl.int32)
-        taken = taken & ((last == 0) | (tl.cumsum(last, 0) <= wanted - reached + tl.sum(last, 0)))
-    tl.store(mask_ptr + pid * cols + c, (taken | reaches).to(tl.uint8), mask=c < cols)
+    taken = best_of_row(
+        score, visible, always, tl.load(counts_ptr + b * stride_nb + r * stride_nr),
+        threshold, exponent, edge_exponent, above,
+    )  # fmt: skip
+    tl.store(mask_ptr + pid * cols + c, taken.to(tl.uint8), mask=c < cols)
 
 
 @triton.jit
@@ -312,10 +274,3 @@ def _load_mask(visible, c, cols):
     """Masks columns after the last visible one, in multiples of 16 for wide loads."""
     end = tl.max(tl.where(visible, c + 1, 0), 0)
     return (c < tl.cdiv(end, 16) * 16) & (c < cols)
-
-
-@triton.jit
-def _ordered_bits(score):
-    """Maps fp32 to int32 in the same order, between LOWEST and HIGHEST; NaN is the largest."""
-    bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
-    return tl.where(score == score, bits ^ ((bits >> 31) & 0x7FFFFFFF), HIGHEST - 1)

@@ -157,10 +157,8 @@ def launch(
     kv_heads, num_keys = k.shape[1:3]
     cols = padded_head(head)
     tile = tuned_tile("maxpool_attention", q)
-    row_blocks, col_blocks = (
-        triton.cdiv(num_queries, block_size),
-        triton.cdiv(num_keys, key_block_size),
-    )
+    row_blocks = triton.cdiv(num_queries, block_size)
+    col_blocks = triton.cdiv(num_keys, key_block_size)
     row_tiles = triton.cdiv(num_queries, tile.rows)
     tiles = batch * q_heads * row_tiles
     programs = min(tiles, num_sms(q.device) * tile.programs)

@@ -155,10 +155,8 @@ def launch_sums(k: Tensor, buckets: Tensor, num_buckets: int) -> tuple[Tensor, T
     batch, heads, num_keys, head = k.shape
     cols = padded_head(head)
     tile = tuned_tile("bucket_sums", k)
-    blocks, concurrent = (
-        triton.cdiv(num_buckets, tile.rows) * heads * batch,
-        tile.programs * num_sms(k.device),
-    )
+    blocks = triton.cdiv(num_buckets, tile.rows) * heads * batch
+    concurrent = tile.programs * num_sms(k.device)
     tiles = triton.cdiv(num_keys, tile.keys)
     steps = triton.cdiv(tiles, one_wave_splits(blocks, concurrent, tiles))  # tiles per split
     splits = triton.cdiv(num_keys, steps * tile.keys)

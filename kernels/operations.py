@@ -54,6 +54,7 @@ _ALL = (
     Operation("merge_states"),
     Operation("nearest_centroid"),
     Operation("gate_scores"),
+    Operation("gate_blocks"),
     Operation("pool_blocks"),
     Operation("best_blocks"),
 )

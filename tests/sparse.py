@@ -107,11 +107,9 @@ def run_in_passes(
     cache.
     """
     mask = torch.ones_like(ids) if mask is None else mask
-    cache, parts, positions = (
-        DynamicCache(config=model.config),
-        ids.split(lengths, dim=1),
-        (mask.cumsum(-1) - 1).clamp(min=0),
-    )
+    cache = DynamicCache(config=model.config)
+    parts = ids.split(lengths, dim=1)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
     logits, end = [], 0
     for part in parts:
         begin, end = end, end + part.shape[1]

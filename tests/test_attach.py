@@ -120,10 +120,8 @@ def test_multiscale_counts_pooled_blocks_by_their_zoom(model: Any) -> None:
 @torch.no_grad()
 def test_short_prompts_are_dense_by_choice(model: Any) -> None:
     short, long = random_tokens(2, 63), random_tokens(2, 64)
-    select, routed = (
-        SelectConfig(sparsity=0.8, sink_blocks=0, local_blocks=0),
-        {"probes": 1, "recent": 4, "dense_layers": ()},
-    )
+    select = SelectConfig(sparsity=0.8, sink_blocks=0, local_blocks=0)
+    routed = {"probes": 1, "recent": 4, "dense_layers": ()}
     with attach(
         model,
         gate=gate_for(model),

@@ -60,10 +60,8 @@ def with_other_modules(folder: Path) -> Any:
 
     model = tiny_model()
     for layer in model.model.layers:
-        layer.self_attn.q_proj, layer.mlp.down_proj = (
-            Packed(layer.self_attn.q_proj),
-            Packed(layer.mlp.down_proj),
-        )
+        layer.self_attn.q_proj = Packed(layer.self_attn.q_proj)
+        layer.mlp.down_proj = Packed(layer.mlp.down_proj)
     return model
 
 
@@ -171,10 +169,8 @@ def test_threads_share_an_attached_model(family: str) -> None:
     model = tiny_model(family)
 
     def generate(length: int) -> Any:
-        ids, options = (
-            random_tokens(1, length, seed=length),
-            {"output_logits": True, "return_dict_in_generate": True},
-        )
+        ids = random_tokens(1, length, seed=length)
+        options = {"output_logits": True, "return_dict_in_generate": True}
         with torch.no_grad():
             return model.generate(
                 ids,

@@ -9,10 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import msattn
 
-tokenizer, model = (
-    AutoTokenizer.from_pretrained(msattn.EMBEDDED),
-    AutoModelForCausalLM.from_pretrained(msattn.EMBEDDED),
-)
+tokenizer = AutoTokenizer.from_pretrained(msattn.EMBEDDED)
+model = AutoModelForCausalLM.from_pretrained(msattn.EMBEDDED)
 source = Path(json.decoder.__file__).read_text(encoding="utf-8")
 requests = [source[:length] for length in (3000, 6000, 9000, 12000)]  # characters
 

@@ -10,15 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import msattn
 
-tokenizer, model = (
-    AutoTokenizer.from_pretrained(msattn.EMBEDDED),
-    AutoModelForCausalLM.from_pretrained(msattn.EMBEDDED),
-)
+tokenizer = AutoTokenizer.from_pretrained(msattn.EMBEDDED)
+model = AutoModelForCausalLM.from_pretrained(msattn.EMBEDDED)
 lines = inspect.getsource(json.decoder).splitlines(keepends=True)[:300]
-fact, question = (
-    " The secret number of amber falcon is 48213. ",
-    "The secret number of amber falcon is",
-)
+fact = " The secret number of amber falcon is 48213. "
+question = "The secret number of amber falcon is"
 prompt = tokenizer(
     "".join([*lines[:40], fact, *lines[40:]]) + question,
     return_tensors="pt",

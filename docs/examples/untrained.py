@@ -15,10 +15,8 @@ import msattn
 # the small model that ships with msattn
 name = sys.argv[1] if len(sys.argv) > 1 else str(msattn.EMBEDDED)
 text = Path(sys.argv[2] if len(sys.argv) > 2 else msattn.__file__).read_text(encoding="utf-8")
-tokenizer, model = (
-    AutoTokenizer.from_pretrained(name),
-    AutoModelForCausalLM.from_pretrained(name, device_map="auto"),
-)
+tokenizer = AutoTokenizer.from_pretrained(name)
+model = AutoModelForCausalLM.from_pretrained(name, device_map="auto")
 prompt = tokenizer(text, return_tensors="pt", return_token_type_ids=False).to(model.device)
 
 with torch.no_grad():

@@ -11,9 +11,9 @@ also written, for ``docs/experiments/long_code.py``.
 OVERRIDES are those of ``msattn eval``: the model, its training text, ``eval.perplexity.*``,
 ``eval.ruler.*`` and ``eval.leval.*``. At each length, perplexity with KL divergence and agreement,
 RULER and, with ``eval.leval.path``, L-Eval are measured for each method under each policy. Several
-processes share the work and the GPUs: first dense attention, with which all others are compared,
-then one method under one policy at a time. Measurements are kept in ``OUT/<model>-<lengths>``, and
-the same command continues after an interruption.
+processes share the work and the GPUs, one task at one length at a time: of dense attention first,
+with which the methods are then compared. Measurements are kept in ``OUT/<model>-<lengths>``; the
+same command continues after an interruption, also with further gates.
 
 ``OUT/comparison.csv`` holds the rows of all models and lengths that are complete: ``model``,
 ``select``, and the columns of ``msattn eval``. Rows of gates are named by the folder of their run,
@@ -29,11 +29,11 @@ import multiprocessing
 import os
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,15 @@ from msattn.trainer.evaluate.calibration import calibrate_selections
 from msattn.trainer.evaluate.compared import Compared, ComparedSelection
 from msattn.trainer.evaluate.job import Job, PartialRows, settings_of
 from msattn.trainer.evaluate.row import EvalRow, Setting, flat
-from msattn.trainer.evaluate.task import prepare, record, task_module
+from msattn.trainer.evaluate.task import prepare, task_module, task_of
 from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks, prefill
 from msattn.trainer.methods.base import DENSE
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.thresholds import SPARSITIES
 from msattn.trainer.methods.untrained import untrained_scorer
 from msattn.trainer.progress import Progress
-from msattn.trainer.storage.replace import write_table
+from msattn.trainer.storage.lock import locked_in_turn
+from msattn.trainer.storage.replace import replace_file, write_table
 
 POLICIES = ("calibrated", "topk")
 TASKS = ("perplexity", "ruler", "leval")
@@ -65,15 +66,15 @@ CLOSE, MOST_TRIES = 0.02, 10
 
 @dataclass(frozen=True)
 class Part:
-    """One unit of work for a process: a method under a policy, or a task of dense attention at one
-    length.
+    """One unit of work for a process: a task at one length, for a method under a policy or dense
+    attention.
     """
 
     name: str
     out: Path
     overrides: tuple[str, ...]
-    lengths: tuple[int, ...]
-    tasks: tuple[str, ...]
+    length: int
+    task: str
     policy: str = POLICIES[0]
     scores: str | None = None  # block scores of the gate or of a baseline; None: dense attention
     gate: Path | None = None
@@ -91,27 +92,17 @@ def _loaded(overrides: tuple[str, ...]) -> Any:
     return models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
 
 
-def _configured(part: Part, length: int, asked: Sequence[float] = ()) -> Any:
-    sizes = [
-        f"eval.perplexity.length={length}",
-        *(f"eval.{task}.lengths=[{length}]" for task in ("ruler", "leval")),
-    ]
-    longest = f"data.seq_len={max(part.lengths)}"  # thresholds are calibrated at this length
-    tasks = f"eval.tasks=[{','.join(part.tasks)}]"
-    given = (
-        [f"eval.{task}.sparsities=[{','.join(map(str, asked))}]" for task in part.tasks]
-        if asked
-        else []
-    )
+def _configured(part: Part, asked: Sequence[float] = ()) -> Any:
+    length = "length={}" if part.task == "perplexity" else "lengths=[{}]"
+    asked_for = [f"eval.{part.task}.sparsities=[{','.join(map(str, asked))}]"] if asked else []
     return compose(
         "eval",
         [
-            longest,
-            *sizes,
             "eval.routers=[]",
             *part.overrides,
-            *given,
-            tasks,
+            f"eval.tasks=[{part.task}]",
+            f"eval.{part.task}.{length.format(part.length)}",
+            *asked_for,
             f"select={part.policy}",
         ],
     )
@@ -138,68 +129,72 @@ def asked_sparsity(
     return asked
 
 
-def _match(part: Part, job: Job, length: int) -> None:
-    """Measures the sparsities to ask for at this length, unless they are kept from a killed run."""
-    path = _asked_path(part, length)
-    if path.exists():
-        return
-    chunks = heldout_chunks(
-        job.cfg, job.loaded.tokenizer, length, job.cfg.eval.perplexity.num_chunks
-    )
-    texts = [chunks[i]["input_ids"] for i in range(len(chunks))]
-    (selection,) = job.methods.block_selections
-    found = [[share, asked_sparsity(selection, job.loaded, texts, share)] for share in part.shares]
-    path.write_text(json.dumps(found), encoding="utf-8")
+def _asked(part: Part, job: Job) -> dict[float, float]:
+    """Returns the sparsities to ask for, by share: measured on the chunks of perplexity, unless
+    another part or a killed run has.
+    """
+    path = _asked_path(part)
+    with locked_in_turn(path):
+        if not path.exists():
+            chunks = heldout_chunks(
+                job.cfg, job.loaded.tokenizer, part.length, job.cfg.eval.perplexity.num_chunks
+            )
+            texts = [chunks[i]["input_ids"] for i in range(len(chunks))]
+            (selection,) = job.compared.block_selections
+            pairs = [
+                [share, asked_sparsity(selection, job.loaded, texts, share)]
+                for share in part.shares
+            ]
+            with replace_file(path) as file:
+                file.write_text(json.dumps(pairs), encoding="utf-8")
+    return read_asked(part)
 
 
-def _asked_path(part: Part, length: int) -> Path:
-    return part.out / f"asked-{length}.json"
+def _asked_path(part: Part) -> Path:
+    return part.out.parent / f"asked-{_method_name(part)}-{part.length}.json"
 
 
-def read_asked(part: Part, length: int) -> dict[float, float]:
-    """Returns the sparsities that a part asks for at a length, by share of the keys."""
-    return dict(json.loads(_asked_path(part, length).read_text(encoding="utf-8")))
+def read_asked(part: Part) -> dict[float, float]:
+    """Returns the sparsities that a part asks for, by share of the keys."""
+    return dict(json.loads(_asked_path(part).read_text(encoding="utf-8")))
+
+
+def _method_name(part: Part) -> str:
+    return "-".join([str(part.scores), *([] if part.gate is None else [run_of(part.gate)])])
+
+
+def run_of(gate: Path) -> str:
+    """Returns the name of the run that trained a gate."""
+    return gate.resolve().parent.name
 
 
 def measure(part: Part) -> list[EvalRow]:
     """Returns the rows of a part, including those kept from a killed run; runs in its own
     process.
     """
-    loaded, cfg = _loaded(part.overrides), _configured(part, part.lengths[0])
+    loaded, cfg = _loaded(part.overrides), _configured(part)
     methods = calibrate_selections(Compared(methods_of(part, cfg, loaded), []), cfg, loaded)
     kept = PartialRows(part.out, settings_of(cfg, loaded, methods), resume=True)
+    job = Job(loaded, cfg, methods, Progress(), kept, prepare(cfg, loaded))
+    asked = _asked(part, job) if part.shares and part.scores else {}
     if kept.get("done") is None:
         for row in part.dense:
             key = row.task, row.extra["length"], row.method, row.setting
             if kept.get(*key) is None:
                 kept.add([row], *key)
-        for length in part.lengths:
-            configured = _configured(part, length)
-            job = Job(loaded, configured, methods, Progress(), kept, prepare(configured, loaded))
-            if part.shares and part.scores:
-                _match(part, job, length)
-                job = replace(
-                    job, cfg=_configured(part, length, [*read_asked(part, length).values()])
-                )
-            with job.progress:
-                for task in part.tasks:
-                    found = task_module(task).run(job)
-                    # such a part keeps no row of dense attention
-                    if task == "perplexity" and not methods.block_selections:
-                        kept.add(found, task, length, DENSE, "")
+        if asked:
+            job = replace(job, cfg=_configured(part, [*asked.values()]))
+        with job.progress:
+            task_rows = task_module(part.task).run(job)
+        # such a part keeps no row of dense attention
+        if part.task == "perplexity" and not methods.block_selections:
+            kept.add(task_rows, part.task, part.length, DENSE, "")
         kept.add([], "done")
     rows = [row for row in kept.of_other_tasks(()) if row.method.is_dense == (part.scores is None)]
-    if part.shares and part.scores:
-        shares = {
-            (length, asked): share
-            for length in part.lengths
-            for share, asked in read_asked(part, length).items()
-        }
+    if asked:
+        shares = {sparsity: share for share, sparsity in asked.items()}
         rows = [
-            replace(
-                row, setting=Setting("keys", shares[row.extra["length"], row.setting.value or 0.0])
-            )
-            for row in rows
+            replace(row, setting=Setting("keys", shares[row.setting.value or 0.0])) for row in rows
         ]
     if part.gate is None or not part.seeds:
         return rows
@@ -218,7 +213,7 @@ def methods_of(part: Part, cfg: Any, loaded: Any) -> list[ComparedSelection]:
     assert gate.artifact is not None
     artifacts.check_model(gate.artifact.manifest, loaded.fingerprint, strict=True)
     method = gate.scorer(part.scores).method
-    method = method if part.seeds else method.of(source=part.gate.resolve().parent.name)
+    method = method if part.seeds else method.of(source=run_of(part.gate))
     return [ComparedSelection(method, select, gate.to(loaded.model.device))]
 
 
@@ -244,22 +239,20 @@ def parts_of(
         select.check_gate(gate.cfg.sizes)
     asked = tuple(task for task in tasks if task != "leval" or cfg.eval.leval.path is not None)
 
-    def part(name: str, tasks: tuple[str, ...], lengths: Sequence[int], **fields: Any) -> Part:
-        return Part(name, folder / name, tuple(overrides), tuple(lengths), tasks, **fields)
+    def part(name: str, task: str, length: int, **fields: Any) -> Part:
+        name = f"{name}-{task}-{length}"
+        return Part(name, folder / name, tuple(overrides), length, task, **fields)
 
-    dense = [
-        part(f"dense-{task}-{length}", (task,), [length]) for task in asked for length in lengths
-    ]
+    dense = [part("dense", *problem) for problem in product(asked, lengths)]
     methods: list[tuple[str, str, Path | None]] = [
-        (f"{scores}-{path.resolve().parent.name}", scores, path)
-        for path in gates
-        for scores in gate_scores
+        (f"{scores}-{run_of(path)}", scores, path) for path in gates for scores in gate_scores
     ]
     methods += [(name, name, None) for name in baselines]
     return dense, [
-        part(f"{policy}-{name}", asked, lengths, policy=policy, scores=scores, gate=gate, **fields)
+        part(f"{policy}-{name}", *problem, policy=policy, scores=scores, gate=gate, **fields)
         for policy in policies
         for name, scores, gate in methods
+        for problem in product(asked, lengths)
     ]
 
 
@@ -268,7 +261,7 @@ def with_differences(rows: Sequence[tuple[str, EvalRow]]) -> Iterator[tuple[str,
     without training.
     """
     for policy, row in rows:
-        quality = record(row.task).quality
+        quality = task_of(row.task).quality
         peers = [
             other
             for other_policy, other in rows
@@ -280,14 +273,14 @@ def with_differences(rows: Sequence[tuple[str, EvalRow]]) -> Iterator[tuple[str,
         if not row.method.trained or not peers or quality is None:
             yield policy, row
             continue
-        best = max(peers, key=lambda each: quality.better * quality.value(each))
+        best = max(peers, key=lambda peer: quality.better * quality.value(peer))
         difference, bounds = quality.difference(row, best)
-        found = {
+        comparison = {
             "best_untrained": str(best.method),
             "over_best": difference,
             "over_best_interval": bounds,
         }
-        yield policy, replace(row, extra=row.extra | found)
+        yield policy, replace(row, extra=row.extra | comparison)
 
 
 def write_rows(out: Path, run: str, model: str, rows: Sequence[tuple[str, EvalRow]]) -> None:
@@ -305,17 +298,37 @@ def write_rows(out: Path, run: str, model: str, rows: Sequence[tuple[str, EvalRo
     write_table(out / "comparison.csv", written)
 
 
-def write_settings(path: Path, parts: Sequence[Part], length: int) -> None:
-    """Writes the sparsities to ask for at a length, by method (``scores:run`` of gates) and share
-    of the keys.
+def write_settings(path: Path, parts: Iterable[Part]) -> None:
+    """Writes the sparsities that parts ask for, by method (``scores:run`` of gates) and share of
+    the keys.
     """
-    found = {}
-    for part in parts:
-        name = (
-            part.scores if part.gate is None else f"{part.scores}:{part.gate.resolve().parent.name}"
+    settings = {
+        str(part.scores) if part.gate is None else f"{part.scores}:{run_of(part.gate)}": read_asked(
+            part
         )
-        found[name] = read_asked(part, length)
-    path.write_text(json.dumps(found), encoding="utf-8")
+        for part in parts
+    }
+    path.write_text(json.dumps(settings), encoding="utf-8")
+
+
+def measured(
+    pool: ProcessPoolExecutor, dense: Sequence[Part], sparse: Sequence[Part]
+) -> Iterator[tuple[Part, list[EvalRow]]]:
+    """Yields the rows of all parts; a method is measured after dense attention at the same task and
+    length.
+    """
+    waiting = {pool.submit(measure, part): part for part in dense}
+    while waiting:
+        done, _ = wait(waiting, return_when=FIRST_COMPLETED)
+        for future in done:
+            part, rows = waiting.pop(future), future.result()
+            yield part, rows
+            if part.scores is None:
+                waiting |= {
+                    pool.submit(measure, replace(sparse_part, dense=tuple(rows))): sparse_part
+                    for sparse_part in sparse
+                    if (sparse_part.task, sparse_part.length) == (part.task, part.length)
+                }
 
 
 def _gpus() -> list[str | None]:
@@ -392,12 +405,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.lengths,
         args.gates,
         args.baselines,
-        args.overrides,
+        # thresholds are calibrated at this length
+        [f"data.seq_len={max(args.lengths)}", *args.overrides],
         policies,
         args.tasks,
         **fields,
     )
-    rows: list[tuple[str, EvalRow]] = []
+    by_part: dict[Part, list[EvalRow]] = {}
     spawn = multiprocessing.get_context("spawn")
     gpus = spawn.Queue()
     for gpu in islice(cycle(_gpus()), args.processes):
@@ -405,16 +419,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with ProcessPoolExecutor(
         args.processes, spawn, initializer=_start, initargs=(folder, gpus)
     ) as pool:
-        for parts in (dense, sparse):
-            measured = tuple(row for _, row in rows)
-            given = [replace(part, dense=measured) for part in parts]
-            for part, found in zip(parts, pool.map(measure, given), strict=True):
-                rows += [("" if row.method.is_dense else part.policy, row) for row in found]
-                print(f"{part.name}: {len(found)} rows", flush=True)
+        for part, part_rows in measured(pool, dense, sparse):
+            by_part[part] = part_rows
+            print(f"{part.name}: {len(part_rows)} rows", flush=True)
+    rows = [
+        ("" if row.method.is_dense else part.policy, row)
+        for part in (*dense, *sparse)
+        for row in by_part[part]
+    ]
     write_rows(args.out, run, cfg.model.name, rows)
     if args.shares:
         for length in args.lengths:
-            write_settings(args.out / f"{run}-asked-{length}.json", sparse, length)
+            chosen = (part for part in sparse if part.length == length)
+            write_settings(args.out / f"{run}-asked-{length}.json", chosen)
     print(args.out / "comparison.csv")
 
 

@@ -149,8 +149,8 @@ def read_sources(folders: Sequence[str]) -> dict[str, list[Document]]:
     """Returns the documents of ``folders``, files ``code-*`` apart from books, and those of the
     standard library.
     """
-    found = [document for folder in folders for document in local_documents("--text", folder)]
-    books = [each for each in found if not each.name.startswith("code-")]
+    local = [document for folder in folders for document in local_documents("--text", folder)]
+    books = [document for document in local if not document.name.startswith("code-")]
     if not books:
         raise UserError(
             f"--text={' '.join(folders)}: no book; files whose names begin with code- are not books"
@@ -158,9 +158,9 @@ def read_sources(folders: Sequence[str]) -> dict[str, list[Document]]:
     return {
         "books": books,
         "code": [
-            each
-            for each in found
-            if each.name.startswith("code-") and not each.name.startswith(STANDARD_LIBRARY)
+            document
+            for document in local
+            if document.name.startswith("code-") and not document.name.startswith(STANDARD_LIBRARY)
         ],
         "library": list(documents(DataConfig("stdlib"), heldout=False)),
     }
@@ -207,8 +207,8 @@ class Texts:
         )
         self.dev = encode(tails, tokenizer)
         encoded = {
-            name: encode(iter(found), tokenizer)
-            for name, found in {**sources, "books": heads}.items()
+            name: encode(iter(of_source), tokenizer)
+            for name, of_source in {**sources, "books": heads}.items()
         }
         self.tokens = {name: tokens for name, tokens in encoded.items() if len(tokens)}
         shares = np.array([SHARES[name] for name in self.tokens])
@@ -348,14 +348,12 @@ def needle_prompts(
     for count in (1, 8):
         made = []
         for number in range(samples):
-            rng, wording = (
-                np.random.default_rng((seed, count, number)),
-                HELD_OUT[number % len(HELD_OUT)],
-            )
+            rng = np.random.default_rng((seed, count, number))
+            wording = HELD_OUT[number % len(HELD_OUT)]
             made.append(
                 needle_prompt(rng, length, crop_from(tokens), tokenizer, wording, count=count)
             )
-        prompts[count] = np.stack([each.ids for each in made]), made[0].answer_tokens
+        prompts[count] = np.stack([prompt.ids for prompt in made]), made[0].answer_tokens
     return prompts
 
 
@@ -538,10 +536,10 @@ def heldout_figures(
     those of ``--haystack``.
     """
     prompts = needle_prompts(tokens["--haystack"], seq_len, tokenizer, samples=TEST_PROMPTS, seed=2)
-    found = evaluate(model, tokens["--test"], seq_len, tokenizer, prompts)
+    figures = evaluate(model, tokens["--test"], seq_len, tokenizer, prompts)
     return {
-        "test_bits_per_byte": found.pop("bits_per_byte"),
-        **{f"haystack_{name}": found[name] for name in found},
+        "test_bits_per_byte": figures.pop("bits_per_byte"),
+        **{f"haystack_{name}": figures[name] for name in figures},
     }
 
 

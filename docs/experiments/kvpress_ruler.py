@@ -83,7 +83,7 @@ def write_answers(args: Namespace) -> None:
         .eval()
     )
     args.answers.touch()
-    prompts, done = _lines(args.prompts), {_key(each) for each in _lines(args.answers)}
+    prompts, done = _lines(args.prompts), {_key(line) for line in _lines(args.answers)}
     part, parts = map(int, args.part.split("/"))
     with args.answers.open("a", encoding="utf-8") as file:
         tried = [
@@ -112,11 +112,9 @@ def _answered(model: Any, tokenizer: Any, press: Any, prompt: dict[str, Any]) ->
     import torch
     from transformers import DynamicCache
 
-    ids, cache, begin = (
-        torch.tensor([prompt["ids"]], device=model.device),
-        DynamicCache(),
-        time.perf_counter(),
-    )
+    ids = torch.tensor([prompt["ids"]], device=model.device)
+    cache = DynamicCache()
+    begin = time.perf_counter()
     with nullcontext() if press is None else press(model):
         model.model(input_ids=ids[:, :-1], past_key_values=cache)
     kept, token, new = _kept_share(model, cache, ids.shape[1] - 1), ids[:, -1:], []
@@ -149,8 +147,8 @@ def _kept_share(model: Any, cache: Any, tokens: int) -> float:
 
 def _is_complete(sample: dict[str, Any], text: str) -> bool:
     """Returns True if further tokens cannot change RULER's score."""
-    found = [answer.lower() in text.lower() for answer in sample["answers"]]
-    return any(found) if sample["one_suffices"] else all(found)
+    contained = [answer.lower() in text.lower() for answer in sample["answers"]]
+    return any(contained) if sample["one_suffices"] else all(contained)
 
 
 def write_rows(prompts: Path, table: Path, answers: Sequence[Path]) -> None:
@@ -183,37 +181,38 @@ def press_rows(prompts: list[dict[str, Any]], answers: list[dict[str, Any]]) -> 
     from msattn.trainer.evaluate.tasks.answers import Answers
     from msattn.trainer.methods.base import DENSE, Method
 
-    found = {_key(each): each for each in answers}
+    by_key = {_key(answer): answer for answer in answers}
     tried = sorted(
-        {(each["press"], each["share"]) for each in answers}, key=lambda each: each[0] != "dense"
+        {(answer["press"], answer["share"]) for answer in answers},
+        key=lambda pair: pair[0] != "dense",
     )
     for length in dict.fromkeys(prompt["length"] for prompt in prompts):
-        dense, numbers = (
-            None,
-            [number for number, prompt in enumerate(prompts) if prompt["length"] == length],
-        )
+        dense = None
+        numbers = [number for number, prompt in enumerate(prompts) if prompt["length"] == length]
         samples: dict[str, list[Sample]] = {}
         for number in numbers:
             samples.setdefault(prompts[number]["task"], []).append(
                 Sample(**prompts[number]["sample"])
             )
         for press, share in tried:
-            given = [found.get((press, share, number)) for number in numbers]
+            given = [by_key.get((press, share, number)) for number in numbers]
             if missing := given.count(None):
                 raise UserError(
                     f"{press} at {share:g} of the keys: {missing} of {len(given)} answers are "
                     f"missing"
                 )
-            own = [each for each in given if each is not None]
+            own = [answer for answer in given if answer is not None]
             spent = {
-                "selectivity": fmean(each["kept"] for each in own),
-                "latency_s": fmean(each["seconds"] for each in own),
+                "selectivity": fmean(answer["kept"] for answer in own),
+                "latency_s": fmean(answer["seconds"] for answer in own),
             }
             method = DENSE if press == "dense" else Method(f"kvpress {press}")
             case = MethodSetting(
                 method, Setting() if method.is_dense else Setting("keys", share), nullcontext
             )
-            texts = Answers([each["tokens"] for each in own], [each["text"] for each in own], spent)
+            texts = Answers(
+                [answer["tokens"] for answer in own], [answer["text"] for answer in own], spent
+            )
             row = ruler.as_row(case, samples, texts, length, dense)
             dense = row if method.is_dense else dense
             yield row

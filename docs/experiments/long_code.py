@@ -43,7 +43,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from comparison import POLICIES, Part, methods_of, parts_of, with_differences
+from comparison import POLICIES, Part, methods_of, parts_of, run_of, with_differences
 
 from msattn.trainer import artifacts, models
 from msattn.trainer.commands.compose import compose
@@ -122,7 +122,7 @@ def targets(folder: Path, names: Sequence[str], seed: int) -> Iterator[tuple[dic
     }
     if unknown := sorted(set(names) - set(paths)):
         raise UserError(f"--names {unknown[0]}: there is no code-{unknown[0]}.txt.xz in {folder}")
-    found = []
+    by_repository = []
     for name in names or paths:
         files = read_files(paths[name])
         source = [path for path in files if path.endswith(SOURCE)]
@@ -133,8 +133,8 @@ def targets(folder: Path, names: Sequence[str], seed: int) -> Iterator[tuple[dic
                 if SHORTEST <= len(files[path]) <= LONGEST and not path.startswith(DOCUMENTS)
             ]
             random.Random(f"{seed} {name}").shuffle(fitting)
-            found.append([(files, path) for path in fitting])
-    for row in zip_longest(*found):
+            by_repository.append([(files, path) for path in fitting])
+    for row in zip_longest(*by_repository):
         yield from filter(None, row)
 
 
@@ -170,7 +170,9 @@ def encode_prompt(
     # Prompts of L-Eval without an instruction: the whole prompt is the document.
     question, nothing = LevalQuestion("", "", expected, "lines"), torch.tensor([], dtype=torch.long)
     prompts = [torch.tensor([*opening, *tokens[len(opening) - length :]]) for length in lengths]
-    return [Asked("code", question, each, nothing, torch.tensor(gold), nothing) for each in prompts]
+    return [
+        Asked("code", question, prompt, nothing, torch.tensor(gold), nothing) for prompt in prompts
+    ]
 
 
 def matched_lines(expected: str, text: str) -> float:
@@ -178,7 +180,7 @@ def matched_lines(expected: str, text: str) -> float:
     at the same place.
     """
     pairs = zip_longest(expected.split("\n")[:-1], text.split("\n"))
-    return fmean(line == found for line, found in pairs if line and line.strip())
+    return fmean(line == answered for line, answered in pairs if line and line.strip())
 
 
 def measure(
@@ -193,7 +195,9 @@ def measure(
     """
     methods = calibrate_selections(Compared(methods_of(part, cfg, loaded), []), cfg, loaded)
     digest = hashlib.sha256(
-        repr([[each.document.tolist() for each in found] for found in prompts.values()]).encode()
+        repr(
+            [[sample.document.tolist() for sample in samples] for samples in prompts.values()]
+        ).encode()
     )
     kept = PartialRows(
         part.out, settings_of(cfg, loaded, methods) | {"prompts": digest.hexdigest()}, resume=True
@@ -214,18 +218,19 @@ def measure(
         _: Any,
     ) -> list[EvalRow]:
         asked = prompts[read]
-        found, spent = prefilled(loaded, asked, case, advance)
+        likelihoods, spent = prefilled(loaded, asked, case, advance)
         texts = answer(
-            loaded, [Question(each.document[None], NEW_TOKENS) for each in asked], case, advance
+            loaded, [Question(sample.document[None], NEW_TOKENS) for sample in asked], case, advance
         ).texts
         lines = [
-            matched_lines(each.question.gold, text) for each, text in zip(asked, texts, strict=True)
+            matched_lines(sample.question.gold, text)
+            for sample, text in zip(asked, texts, strict=True)
         ]
         share = spent["selectivity"] * read / length
         row = as_row(
             case,
             asked,
-            found,
+            likelihoods,
             lines,
             spent | {"sparsity": 1 - share, "selectivity": share},
             length,
@@ -238,47 +243,40 @@ def measure(
         }
         return [replace(row, extra=row.extra | own | extra)]
 
-    plan = []
-    for length in part.lengths:
-        whole = MethodSetting(DENSE, Setting(), nullcontext)
-        windows = {
-            window: whole._replace(setting=Setting(f"last {window} tokens"))
-            for window in WINDOWS
-            if window < length
-        }
-        dense = [(case, read, None) for read, case in ({length: whole} | windows).items()]
-        sparse = [
-            (case._replace(setting=Setting("keys", float(share))), length, sparsity)
-            for selection in methods.block_selections
-            for share, sparsity in sparsities.items()
-            for case in selection.cases(loaded.model, [sparsity])
-        ]
-        for case, read, sparsity in sparse if part.scores else dense:
-            key = length, case.method, case.setting, sparsity
-            plan.append(
-                Measurement(
-                    key, partial(rows, case, length, read, sparsity), 2 * len(prompts[read])
-                )
-            )
+    plan, length = [], part.length
+    whole = MethodSetting(DENSE, Setting(), nullcontext)
+    windows = {
+        window: whole._replace(setting=Setting(f"last {window} tokens"))
+        for window in WINDOWS
+        if window < length
+    }
+    dense = [(case, read, None) for read, case in ({length: whole} | windows).items()]
+    sparse = [
+        (case._replace(setting=Setting("keys", float(share))), length, sparsity)
+        for selection in methods.block_selections
+        for share, sparsity in sparsities.items()
+        for case in selection.cases(loaded.model, [sparsity])
+    ]
+    for case, read, sparsity in sparse if part.scores else dense:
+        key = length, case.method, case.setting, sparsity
+        plan.append(
+            Measurement(key, partial(rows, case, length, read, sparsity), 2 * len(prompts[read]))
+        )
     job = Job(loaded, cfg, methods, Progress(), kept)
     with job.progress:
         return job.rows(f"long code, {part.name}", plan)
-
-
-def run_of(gate: Path) -> str:
-    return gate.resolve().parent.name
 
 
 def over_dense(row: EvalRow, dense: EvalRow) -> EvalRow:
     """Returns the row with its paired differences to dense attention."""
     rise, bounds = paired_likelihoods(row, dense)
     more, lines_bounds = paired_means(row.extra["scores"], dense.extra["scores"])
-    found = {
+    compared = {
         "ratio_interval": bounds and [1 + bound for bound in bounds],
         "lines_over_dense": more,
         "lines_over_dense_interval": lines_bounds,
     }
-    return replace(row, ratio_to_dense=1 + rise, extra=row.extra | found)
+    return replace(row, ratio_to_dense=1 + rise, extra=row.extra | compared)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -340,21 +338,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         encode_prompt(loaded.tokenizer, *target, sizes)
         for target in targets(args.repositories, args.names, args.seed)
     )
-    found = [*islice(filter(None, encoded), args.prompts)]
-    if len(found) < args.prompts:
+    samples = [*islice(filter(None, encoded), args.prompts)]
+    if len(samples) < args.prompts:
         raise UserError(
-            f"--prompts {args.prompts}: the repositories have {len(found)} files for "
+            f"--prompts {args.prompts}: the repositories have {len(samples)} files for "
             f"{max(args.lengths)} tokens"
         )
-    prompts = dict(zip(sizes, map(list, zip(*found, strict=True)), strict=True))
+    prompts = dict(zip(sizes, map(list, zip(*samples, strict=True)), strict=True))
 
-    dense, parts = parts_of(
-        args.out, args.lengths, args.gates, args.baselines, overrides, [args.policy], seeds=True
-    )
-    parts = [
-        replace(dense[0], name="dense", out=args.out / "dense", lengths=tuple(args.lengths)),
-        *parts,
-    ]
+    dense, sparse = parts_of(
+        args.out, args.lengths, args.gates, args.baselines, overrides, [args.policy],
+        ["perplexity"], seeds=True,
+    )  # fmt: skip
+    parts = [*dense, *sparse]
     given = json.loads(args.settings.read_text(encoding="utf-8")) if args.settings else {}
     default = {f"{1 - sparsity:.6g}": sparsity for sparsity in args.sparsities}
     rows: list[tuple[str, EvalRow]] = []

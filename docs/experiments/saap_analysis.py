@@ -90,12 +90,10 @@ class Measures:
     def __init__(
         self, partition: KMeans, positions: Tensor, window: Window, heads: list[int], seed: int
     ) -> None:
-        self.partition, self.positions, self.window, self.heads = (
-            partition,
-            positions,
-            window,
-            heads,
-        )
+        self.partition = partition
+        self.positions = positions
+        self.window = window
+        self.heads = heads
         self.generator = torch.Generator().manual_seed(seed)
         self.found: dict[tuple[int, int, str], list[float]] = defaultdict(list)
         self.counts: dict[tuple[int, int, str], list[Tensor]] = defaultdict(list)
@@ -111,8 +109,11 @@ class Measures:
         for head in self.heads:
             own = queries[0, head * group : (head + 1) * group].float()
             centroids = self.partition.centroids[self.partition.layers.index(x.layer), head]
-            found = {"keys": of_keys[head, 1:], "queries": (own @ centroids.T).argmax(-1).flatten()}
-            for name, buckets in found.items():
+            assigned = {
+                "keys": of_keys[head, 1:],
+                "queries": (own @ centroids.T).argmax(-1).flatten(),
+            }
+            for name, buckets in assigned.items():
                 self.counts[x.layer, head, name].append(
                     bucket_counts(buckets[None].cpu(), len(centroids))[0]
                 )
@@ -144,7 +145,7 @@ class Measures:
         q = x.q[0, head * group : (head + 1) * group, batch.positions].float()
         k, v = x.k[0, head].float(), x.v[0, head].float()
         for name, order in ORDERS.items():
-            of_keys, of_queries = (order(each, directions) for each in (k, q))
+            of_keys, of_queries = (order(vectors, directions) for vectors in (k, q))
             for bins in BINS:
                 out, _, keys = read_in_stages(
                     batch, v, bin_stages(of_keys, of_queries, bins, batch.far), 2
@@ -186,17 +187,20 @@ def main() -> None:
     cfg: Any = compose(
         "eval", ["eval=analysis", "eval.analysis.num_chunks=10", *parser.parse_args().overrides]
     )
-    loaded, settings = (
-        models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed),
-        cfg.eval.analysis,
-    )
-    found = compared.find_compared(cfg, loaded).on(loaded)
+    loaded = models.load(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
+    settings = cfg.eval.analysis
+    methods = compared.find_compared(cfg, loaded).on(loaded)
     partition = next(
-        (each.router for each in found.bucket_routings if isinstance(each.router, KMeans)), None
+        (
+            routing.router
+            for routing in methods.bucket_routings
+            if isinstance(routing.router, KMeans)
+        ),
+        None,
     )
     if partition is None:
         raise UserError("artifacts.kmeans: no k-means; msattn fit-kmeans creates one")
-    window = partitions.window_of(cfg, found)
+    window = partitions.window_of(cfg, methods)
     layers = chosen_layers(settings.layers, partition.layers)
     heads = settings.heads or list(range(models.num_kv_heads(loaded.model.config)))
     positions = query_positions(settings.length, window, settings.num_queries)

@@ -90,11 +90,11 @@ def measure(cfg: EvalRunConfig, engine: str, *, cuda_graphs: bool) -> Iterator[d
             if alone:
                 # kernels compile
                 generate(model, attached, prompts[0][: max(1, length // 4)], WARMUP_TOKENS + 2)
-                found = generate(model, attached, prompts[0], settings.tokens)
+                answers = generate(model, attached, prompts[0], settings.tokens)
             else:
                 run = throughput.measure(model, attached, prompts, settings)
-                found = Answers(run.answers, run.first_token(0.5), run.rate, run.peak_mb, [])
-            dense = dense or found
+                answers = Answers(run.answers, run.first_token(0.5), run.rate, run.peak_mb, [])
+            dense = dense or answers
             case = {
                 "engine": engine,
                 "attention": name,
@@ -102,7 +102,7 @@ def measure(cfg: EvalRunConfig, engine: str, *, cuda_graphs: bool) -> Iterator[d
                 "length": length,
                 "requests": requests,
             }
-            yield case | found._asdict() | _compared(found, dense)
+            yield case | answers._asdict() | _compared(answers, dense)
 
 
 def _load(cfg: EvalRunConfig) -> PreTrainedModel:
@@ -173,11 +173,11 @@ def _gap(logits: Tensor) -> float:
     return largest - second
 
 
-def _compared(found: Answers, dense: Answers) -> dict[str, Any]:
+def _compared(answers: Answers, dense: Answers) -> dict[str, Any]:
     """Returns how many tokens of each answer equal dense attention's, and the ``gap`` at the first
     that differs, if known.
     """
-    equal = [common_prefix(*pair) for pair in zip(found.tokens, dense.tokens, strict=True)]
+    equal = [common_prefix(*pair) for pair in zip(answers.tokens, dense.tokens, strict=True)]
     return {
         "equal": equal,
         "gap": dense.gaps[equal[0]] if dense.gaps and equal[0] < len(dense.gaps) else None,
@@ -230,7 +230,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         row["attention"],
         f"{row['length']:,}",
         str(row["requests"]),
-        *(f"{each:.4g}" for each in figures),
+        *(f"{figure:.4g}" for figure in figures),
         equal,
         gap,
     ]

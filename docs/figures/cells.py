@@ -32,15 +32,15 @@ class Cell:
         their seed.
         """
         where = {**where, **self.where}
-        found = [
+        matching = [
             row for row in rows(file) if all(row[key] == value for key, value in where.items())
         ]
-        if len({row.get("seed") for row in found}) != len(found):
+        if len({row.get("seed") for row in matching}) != len(matching):
             raise LookupError(f"{file}.csv has several rows with {where}")
-        if not found:
+        if not matching:
             return ""
         shown = [
-            format(fmean(float(row[name]) for row in found), self.form).rstrip("%")
+            format(fmean(float(row[name]) for row in matching), self.form).rstrip("%")
             for name in self.numbers
         ]
         return f"{shown[0]} ({shown[1]} to {shown[2]})" if len(shown) == 3 else shown[0]
@@ -54,13 +54,11 @@ class Table:
     def __init__(
         self, file: str, first: str, lines: Mapping[str, Where], columns: list[Cell], **where: str
     ) -> None:
-        self.file, self.first, self.lines, self.columns, self.where = (
-            file,
-            first,
-            lines,
-            columns,
-            where,
-        )
+        self.file = file
+        self.first = first
+        self.lines = lines
+        self.columns = columns
+        self.where = where
 
     def write(self) -> Iterator[str]:
         """Yields lines of Markdown. Raises LookupError for a line without numbers."""

@@ -61,8 +61,8 @@ def keys(settings: Mapping[str, tuple[str, ...]]) -> dict[str, Where]:
     """Returns lines of routers and their settings."""
     return {
         f"{title}|{x}": {"method": ROUTERS[title], "setting": x}
-        for title, found in settings.items()
-        for x in found
+        for title, values in settings.items()
+        for x in values
     }
 
 

@@ -131,15 +131,15 @@ def faster_tiles(
         if row.ms is not None:
             timed.setdefault(row.variant, {})[row.length, row.queries, row.setting] = row.ms
     shipped = timed.get(SHIPPED, {})
-    found: dict[str, tuple[Tile, float]] = {}
+    faster: dict[str, tuple[Tile, float]] = {}
     for kernel, tile in list_candidates(operation, backward):
         candidate = timed.get(variant_name(kernel, tile), {})
         if not shipped or candidate.keys() != shipped.keys():
             continue
         speedup = geometric_mean(shipped[problem] / ms for problem, ms in candidate.items())
-        if speedup > max(MIN_SPEEDUP, found[kernel][1] if kernel in found else 0.0):
-            found[kernel] = tile, speedup
-    return found
+        if speedup > max(MIN_SPEEDUP, faster[kernel][1] if kernel in faster else 0.0):
+            faster[kernel] = tile, speedup
+    return faster
 
 
 def override_tile(kernel: str, tile: Tile) -> AbstractContextManager[Any]:

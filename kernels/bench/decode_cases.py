@@ -71,10 +71,8 @@ def _dense_problems(
     cache = shape.cache(LAYERS, max(options.queries))
     for queries in options.queries:
         layers: list[Layer] = [(q[:, :, :queries].contiguous(), k, v) for q, k, v in cache]
-        work, setting = (
-            _work(shape, queries, shape.length),
-            peers.capped_setting(f"N = {queries}", cap),
-        )
+        work = _work(shape, queries, shape.length)
+        setting = peers.capped_setting(f"N = {queries}", cap)
         scores = shape.batch * shape.q_heads * queries * shape.length
         compared = [
             *_dense(layers, work, setting, cap),
@@ -194,14 +192,10 @@ def _bucket_problem(shape: Shape, softcap: float | None = None) -> _BucketProble
         / LAYERS
     )
     name = peers.capped_setting(f"{num_probes} of {num_buckets} buckets", softcap)
-    window, all_keys = (
-        {"recent": recent, "sink": 1, "softcap": softcap},
-        _work(shape, 1, shape.length),
-    )
-    plain, scores = (
-        partial(eager.bucket_decode, **window),
-        shape.batch * shape.q_heads * shape.length,
-    )
+    window = {"recent": recent, "sink": 1, "softcap": softcap}
+    all_keys = _work(shape, 1, shape.length)
+    plain = partial(eager.bucket_decode, **window)
+    scores = shape.batch * shape.q_heads * shape.length
     dense = _dense([layer[:3] for layer in layers], all_keys, softcap=softcap)
     compared = [*dense, peers.eager(plain, layers, all_keys, scores)]
     return _BucketProblem(layers, buckets, num_buckets, window, read, name, compared)
@@ -211,10 +205,8 @@ def _listed(shape: Shape, problem: _BucketProblem, prefix: str = "") -> BenchCas
     """Returns the case of a step without routing."""
     from msattn.kernels import bucket_decode as op
 
-    forms, work = (
-        forms_of(op, "bucket_decode", **problem.window),
-        _work(shape, 1, problem.read * shape.length),
-    )
+    forms = forms_of(op, "bucket_decode", **problem.window)
+    work = _work(shape, 1, problem.read * shape.length)
     return decode_case(
         *forms, problem.layers, work, problem.peers, prefix + problem.name, 1 - problem.read
     )
@@ -228,12 +220,10 @@ def _routed(shape: Shape, problem: _BucketProblem) -> BenchCase:
     from msattn.kernels import bucket_decode as op
     from msattn.kernels import probe_buckets as routing
 
-    window, num_buckets, num_probes, hidden = (
-        problem.window,
-        problem.num_buckets,
-        problem.layers[0][4].shape[2],
-        1024,
-    )
+    window = problem.window
+    num_buckets = problem.num_buckets
+    num_probes = problem.layers[0][4].shape[2]
+    hidden = 1024
 
     def with_classifiers(q: Tensor, k: Tensor, v: Tensor, index: Any, probes: Tensor) -> Layer:
         sizes = (shape.head_size, hidden), (1, hidden), (hidden, num_buckets)
@@ -257,10 +247,8 @@ def _routed(shape: Shape, problem: _BucketProblem) -> BenchCase:
         lambda *layer: eager.bucket_decode(*layer[:5], **window),
     )
     layers = [with_classifiers(*layer) for layer in problem.layers]
-    weights, attention = (
-        sum(x.numel() for x in layers[0][5:]),
-        _work(shape, 1, problem.read * shape.length),
-    )
+    weights = sum(x.numel() for x in layers[0][5:])
+    attention = _work(shape, 1, problem.read * shape.length)
     flops = attention.flops + 2 * shape.batch * shape.q_heads // shape.kv_heads * weights
     work = Work(flops, attention.bytes + weights * shape.dtype.itemsize)
     return decode_case(

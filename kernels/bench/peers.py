@@ -77,10 +77,8 @@ def eager(
     """
 
     def prepare() -> Function:
-        needed, free = (
-            scores * BYTES_PER_SCORE * (2 if backward else 1),
-            _free_bytes(layers[0][0].device),
-        )
+        needed = scores * BYTES_PER_SCORE * (2 if backward else 1)
+        free = _free_bytes(layers[0][0].device)
         if needed > free:
             raise PeerUnavailable(
                 f"its scores need {needed / 1e9:,.0f} GB, {free / 1e9:,.0f} GB are free"
@@ -231,10 +229,8 @@ def dense_work(shape: Shape, backward: bool) -> Work:
 def attention_work(shape: Shape, pairs: float, backward: bool) -> Work:
     """Returns the work of attention that reads ``pairs`` scores, over all heads."""
     tokens = shape.batch * shape.length
-    rows, keys = (
-        tokens * shape.q_heads * shape.head_size,
-        2 * tokens * shape.kv_heads * shape.head_size,
-    )
+    rows = tokens * shape.q_heads * shape.head_size
+    keys = 2 * tokens * shape.kv_heads * shape.head_size
     lse = 4 * tokens * shape.q_heads
     item = shape.dtype.itemsize
     if backward:  # reads q, out, dout, k, v; writes dq, dk, dv

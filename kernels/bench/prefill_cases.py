@@ -100,10 +100,8 @@ def paged_block_sparse_attention(shape: Shape, options: Options) -> Iterator[Ben
     lengths = torch.full((shape.batch,), shape.length, dtype=torch.int32, device=shape.device)
     caches = {page_size: random_pages(*qkv[1:], lengths, page_size)[0] for page_size in PAGE_SIZES}
     for sparsity in options.sparsities:
-        mask, setting = (
-            _mask(shape, sparsity, shape.q_heads),
-            peers.capped_setting(f"{sparsity:.0%} sparse", cap),
-        )
+        mask = _mask(shape, sparsity, shape.q_heads)
+        setting = peers.capped_setting(f"{sparsity:.0%} sparse", cap)
         work, realised = _work(shape, mask, False)
         compared = [*dense, _block_sparse_peer(shape, qkv, mask, options, setting)]
         for page_size, cache in caches.items():
@@ -282,10 +280,10 @@ def _zoom(shape: Shape, sparsity: float) -> Tensor:
     """
     # Share of blocks at each of the zooms 2, 4 and 8: at most that at zoom 1, and such that all
     # shares sum to at most 1.
-    each = min((1 - sparsity) / 1.875, sparsity / 2.125)
-    whole = 1 - sparsity - 0.875 * each
+    share = min((1 - sparsity) / 1.875, sparsity / 2.125)
+    whole = 1 - sparsity - 0.875 * share
     edges = torch.tensor(
-        [whole, whole + each, whole + 2 * each, whole + 3 * each], device=shape.device
+        [whole, whole + share, whole + 2 * share, whole + 3 * share], device=shape.device
     )
     drawn = torch.rand(
         (1, shape.q_heads, shape.blocks, shape.blocks),

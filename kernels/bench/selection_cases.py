@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +20,42 @@ def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
     head, by default settings.
     """
     from msattn.kernels import gate_scores as op
+
+    for keys, setting in ((BLOCK, "gate"), (SMALL, f"gate, {SMALL} keys")):
+        map_bytes = 4 * shape.batch * shape.q_heads * shape.blocks * -(-shape.length // keys)
+        yield _gate_case(shape, op, "gate_scores", keys, setting, map_bytes)
+
+
+def gate_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """Yields cases as :func:`gate_scores`, in which a threshold selects about a tenth of the
+    blocks, and at least a twentieth.
+    """
+    from msattn.kernels import gate_blocks as op
+
+    rows = torch.arange(shape.blocks, dtype=torch.int32, device=shape.device)[:, None]
+    for keys, setting in ((BLOCK, "gate"), (SMALL, f"gate, {SMALL} keys")):
+        seen = ((rows + 1) * BLOCK).clamp(max=shape.length).add(keys - 1) // keys
+        choice = {
+            "counts": (seen // 20)[None, None].int(),
+            "local": ((rows - 1).clamp(min=0) * (BLOCK // keys))[None, None],
+            "sink_blocks": BLOCK // keys,
+            "threshold": 2.3,
+            "exponent": -1.0,
+        }
+        bits = shape.batch * shape.q_heads * shape.blocks * -(-shape.length // keys)
+        yield _gate_case(shape, op, "gate_blocks", keys, setting, bits // 8, **choice)
+
+
+def _gate_case(
+    shape: Shape,
+    op: ModuleType,
+    name: str,
+    keys: int,
+    setting: str,
+    result_bytes: int,
+    **choice: Any,
+) -> BenchCase:
+    """Returns the case of an operation on a gate over blocks of so many ``keys``."""
     from msattn.kernels import pool_blocks as pooling
 
     (q,), (k,) = (
@@ -41,18 +78,15 @@ def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
     }
     layers: list[tuple[Tensor, ...]] = [(q, k, query_weight, key_weight)]
     pools = pooling.pool_blocks, pool_blocks_reference, pool_blocks_reference
-    for keys, setting in ((BLOCK, "gate"), (SMALL, f"gate, {SMALL} keys")):
-        cols, projected = -(-shape.length // keys), shape.batch * heads
-        moved = 2 * (q.numel() + k.numel()) * shape.dtype.itemsize + 4 * projected * blocks * cols
-        work = Work(2 * size * projected * (size * (blocks + 2 * cols) + blocks * cols), moved)
-        with_keys = partial(_with_pooled_keys, key_block_size=keys)
-        forms = Forms(
-            *map(with_keys, forms_of(op, "gate_scores", key_block_size=keys, **gate), pools)
-        )
-        compared = [
-            peers.eager(forms.eager, layers, work, 3 * projected * blocks * cols, setting=setting)
-        ]
-        yield BenchCase(*forms, layers, work, compared, setting)
+    cols, projected = -(-shape.length // keys), shape.batch * heads
+    moved = 2 * (q.numel() + k.numel()) * shape.dtype.itemsize + result_bytes
+    work = Work(2 * size * projected * (size * (blocks + 2 * cols) + blocks * cols), moved)
+    with_keys = partial(_with_pooled_keys, key_block_size=keys)
+    forms = Forms(*map(with_keys, forms_of(op, name, key_block_size=keys, **gate, **choice), pools))
+    compared = [
+        peers.eager(forms.eager, layers, work, 3 * projected * blocks * cols, setting=setting)
+    ]
+    return BenchCase(*forms, layers, work, compared, setting)
 
 
 def _with_pooled_keys(form: Function, pool: Function, *, key_block_size: int) -> Function:
@@ -101,10 +135,8 @@ def best_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
         layers: list[tuple[Tensor, ...]] = [
             (block_softmax(logits, visible), counts, visible, diagonal)
         ]
-        work, setting = (
-            Work(visible_blocks, 4 * visible_blocks + logits.numel()),
-            f"best {1 - sparsity:.0%}",
-        )
+        work = Work(visible_blocks, 4 * visible_blocks + logits.numel())
+        setting = f"best {1 - sparsity:.0%}"
         compared = [
             peers.eager(eager.best_blocks, layers, work, 2 * logits.numel(), setting=setting)
         ]

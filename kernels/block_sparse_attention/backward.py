@@ -86,7 +86,7 @@ def launch(
         key_block_size,
         causal,
     )
-    row_blocks, col_blocks = block_mask.shape[2:]
+    row_blocks, col_blocks = block_mask.shape[2], triton.cdiv(num_keys, key_block_size)
     sizes = {"HEAD": head, "COLS": cols, "ROWS": block_size, "KEYS": key_block_size}
     constants = {**sizes, "CAUSAL": causal, "PRECISION": precision(q.dtype)}
 

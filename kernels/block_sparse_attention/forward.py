@@ -82,7 +82,9 @@ def block_sparse_attention(
         Keys and values; query head h reads head ``h // (Hq // Hkv)``.
     block_mask : Tensor bool ``[B | 1, Hq | Hkv | 1, Tr, Tc]``
         ``Tr = ceil(N / block_size)``, ``Tc = ceil(M / key_block_size)``. True selects the block.
-        The causal and padding masks apply within it; blocks above the diagonal are not read.
+        The causal and padding masks apply within it; blocks above the diagonal are not read. Or
+        bits, int32 ``[B | 1, Hq | Hkv | 1, Tr, ceil(Tc / 32)]``: block c is bit ``c % 32``, from
+        the lowest, of word ``c // 32``.
     block_size : int
         Queries in a block: 16, 32, 64 or 128.
     key_block_size : int, optional

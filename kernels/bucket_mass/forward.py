@@ -174,10 +174,8 @@ def launch(
     sums = q.new_empty((batch, kv_heads, num_buckets + segments, rows), dtype=torch.int32)
     part_lse = q.new_empty((splits, batch, kv_heads, rows), dtype=torch.float32)
     references = torch.empty_like(part_lse[0])
-    part_score, part_place = (
-        torch.empty_like(part_lse),
-        torch.empty_like(part_lse, dtype=torch.int32),
-    )
+    part_score = torch.empty_like(part_lse)
+    part_place = torch.empty_like(part_lse, dtype=torch.int32)
     _mass_kernel[(row_tiles, kv_heads, batch * splits)](
         q, tile_view(packed.keys, tile.keys), packed.indices, packed.out_rows, packed.copies,
         packed.first, q_pos, k_pos,
@@ -192,10 +190,8 @@ def launch(
         maxnreg=min(255, 65536 // (32 * tile.warps * tile.programs)),
     )  # fmt: skip
     mass = q.new_empty((batch, q_heads, num_queries, num_buckets), dtype=torch.float32)
-    lse, top_key = (
-        q.new_empty(q.shape[:3], dtype=torch.float32),
-        q.new_empty(q.shape[:3], dtype=torch.int32),
-    )
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    top_key = q.new_empty(q.shape[:3], dtype=torch.int32)
     top_rows = max(1, 512 // cols)
     top_key_kernel[(triton.cdiv(rows, top_rows), kv_heads, batch)](
         q, packed.keys, packed.indices, q_pos, k_pos, part_score, part_place, top_key, *q.stride(),

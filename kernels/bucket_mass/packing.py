@@ -76,11 +76,9 @@ def pack_keys(
     def empty(count: int) -> Tensor:
         return torch.empty((batch, kv_heads, count), dtype=torch.int32, device=k.device)
 
-    first, indices, out_rows = (
-        empty(num_buckets + 1),
-        empty(splits * tiles * tile),
-        empty(tiles * segments),
-    )
+    first = empty(num_buckets + 1)
+    indices = empty(splits * tiles * tile)
+    out_rows = empty(tiles * segments)
     copies = torch.empty_like(out_rows, dtype=torch.float32)
     keys = k.new_empty((batch, kv_heads, splits * tiles * tile, head))
     continued = empty(segments).fill_(-1)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from msattn.kernels.common.block_bits import num_words
 from msattn.kernels.common.checks import check_device
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -36,16 +37,27 @@ def resolve_key_block_size(block_size: int, key_block_size: int | None) -> int:
 def check_block_mask(
     block_mask: Tensor, q: Tensor, k: Tensor, block_size: int, key_block_size: int
 ) -> None:
-    """Checks bool ``block_mask [B | 1, Hq | Hkv | 1, Tr, Tc]`` of blocks of so many queries and
-    keys.
+    """Checks ``block_mask [B | 1, Hq | Hkv | 1, Tr, Tc]`` of blocks of so many queries and keys,
+    bool or bits.
     """
-    _check_block_map("block_mask", block_mask, torch.bool, q, k, block_size, key_block_size)
+    dtype, cols = mask_layout(block_mask, k.shape[2], key_block_size)
+    _check_block_map("block_mask", block_mask, dtype, q, k, block_size, cols)
+
+
+def mask_layout(block_mask: Tensor, num_keys: int, key_block_size: int) -> tuple[torch.dtype, int]:
+    """Returns the dtype of a mask, bool or int32 for bits, and the size of its last dimension that
+    so many keys need.
+    """
+    blocks = -(-num_keys // key_block_size)
+    if block_mask.dtype == torch.int32:
+        return torch.int32, num_words(blocks)
+    return torch.bool, blocks
 
 
 def check_zoom(zoom: Tensor, q: Tensor, k: Tensor, block_size: int) -> None:
     """Checks uint8 ``zoom [B | 1, Hq | Hkv | 1, Tr, Tc]`` and ``block_size``."""
     check_block_size(block_size)
-    _check_block_map("zoom", zoom, torch.uint8, q, k, block_size, block_size)
+    _check_block_map("zoom", zoom, torch.uint8, q, k, block_size, -(-k.shape[2] // block_size))
 
 
 def _check_block_map(
@@ -55,11 +67,11 @@ def _check_block_map(
     q: Tensor,
     k: Tensor,
     block_size: int,
-    key_block_size: int,
+    cols: int,
 ) -> None:
-    row_blocks, col_blocks = -(-q.shape[2] // block_size), -(-k.shape[2] // key_block_size)
+    rows = -(-q.shape[2] // block_size)
     check_map_shape(
-        name, x, dtype, [(q.shape[0], 1), (q.shape[1], k.shape[1], 1), (row_blocks,), (col_blocks,)]
+        name, x, dtype, [(q.shape[0], 1), (q.shape[1], k.shape[1], 1), (rows,), (cols,)]
     )
     check_device(name, x, "q", q)
 

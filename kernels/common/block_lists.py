@@ -4,8 +4,10 @@ The lists hold the column blocks of each row block, or the row blocks of each co
 the cost of a kernel is proportional to the blocks that it reads. Reading the lengths on the host
 would synchronize with the device; each list therefore has room for all the blocks that it may hold.
 
-Layouts, for a mask ``[B or 1, Hm, Tr, Tc]``. "Full" blocks need no mask (as in FlexAttention), the
-others are partial.
+A mask is bool ``[B or 1, Hm, Tr, Tc]`` or has bits (:mod:`.block_bits`), int32
+``[B or 1, Hm, Tr, ceil(Tc / 32)]``.
+
+Layouts of the lists. "Full" blocks need no mask (as in FlexAttention), the others are partial.
 
 - By row block: column blocks ``[B or 1, Hm, Tr, entries]`` in ascending order, full ones first,
   because partial ones lie on the diagonal or at the end of the keys. Lengths
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from msattn.kernels.common.block_bits import WORD
 from msattn.kernels.common.paged_tiles import packed_span
 from msattn.kernels.common.primitives import sequence_span, tl, triton
 
@@ -41,7 +44,9 @@ def compact_parts(
     ``others`` are those of :func:`compact_rows`. Long prompts have several parts, as the lists have
     room for all blocks.
     """
-    batch, heads, row_blocks, col_blocks = block_mask.shape
+    batch, heads, row_blocks, _ = block_mask.shape
+    _, num_keys, _, _, key_block_size, _ = others
+    col_blocks = triton.cdiv(num_keys, key_block_size)
     lists = (batch if kv_start is None else len(kv_start)) * heads
     rows = max(1, PART_BYTES // (lists * col_blocks * _dtype(col_blocks).itemsize))
     for first in reversed(range(0, row_blocks, rows)):
@@ -70,7 +75,8 @@ def compact_rows(
     mask begins at row block ``first_block``.
     """
     return _compact(
-        block_mask[:, :, None], kv_start, num_queries, num_keys, offset, first_block=first_block,
+        block_mask[:, :, None], triton.cdiv(num_keys, key_block_size), kv_start,
+        num_queries, num_keys, offset, first_block=first_block,
         ROWS=block_size, KEYS=key_block_size, CAUSAL=causal, BY_COLUMN=False,
     )  # fmt: skip
 
@@ -91,7 +97,8 @@ def compact_packed_rows(
     :func:`.paged_tiles.packed_span`.
     """
     return _compact(
-        block_mask[:, :, None], None, num_queries, num_keys, 0, cu_queries, kv_len,
+        block_mask[:, :, None], triton.cdiv(num_keys, key_block_size), None,
+        num_queries, num_keys, 0, cu_queries, kv_len,
         ROWS=block_size, KEYS=key_block_size, CAUSAL=True, BY_COLUMN=False,
     )  # fmt: skip
 
@@ -115,13 +122,14 @@ def compact_columns(
     shared = min(block_mask.shape[1], kv_heads)
     grouped = block_mask.unflatten(1, (shared, -1)).expand(-1, kv_heads, group, -1, -1).mT
     return _compact(
-        grouped, kv_start, num_queries, num_keys, offset,
+        grouped, triton.cdiv(num_keys, key_block_size), kv_start, num_queries, num_keys, offset,
         ROWS=block_size, KEYS=key_block_size, CAUSAL=causal, BY_COLUMN=True,
     )  # fmt: skip
 
 
 def _compact(
     mask: Tensor,
+    col_blocks: int,
     kv_start: Tensor | None,
     num_queries: int,
     num_keys: int,
@@ -131,24 +139,28 @@ def _compact(
     first_block: int = 0,
     **constants: int | bool,
 ) -> tuple[Tensor, Tensor]:
-    """Builds the lists of ``mask [B or 1, heads, group, blocks, candidates]``.
+    """Builds the lists of ``mask [B or 1, heads, group, blocks, candidates]``, of which one of the
+    last two sizes is that of row blocks, the other one that of column blocks or words of them.
 
     Sequences are padded, with ``kv_start``, or packed, with ``cu_queries`` and ``kv_len``.
     """
     # sequences may share a mask, but their causal limits differ by padding
     if kv_start is not None:
         mask = mask.expand(kv_start.shape[0], -1, -1, -1, -1)
-    batch, heads, group, blocks, candidates = mask.shape
+    batch, heads, group, *sizes = mask.shape
+    by_column, bits = constants["BY_COLUMN"], mask.dtype != torch.bool
+    blocks, candidates = (col_blocks, sizes[1]) if by_column else (sizes[0], col_blocks)
     entries = triton.cdiv(candidates * group, PAD.value) * PAD.value + PAD.value
     lists = torch.empty(
         (batch, heads, blocks, entries), dtype=_dtype(candidates * group), device=mask.device
     )
     lengths = torch.empty((batch, heads, blocks, 2), dtype=torch.int32, device=mask.device)
     _compact_kernel[(blocks, heads, batch)](
-        mask.view(torch.uint8), lists, lengths, kv_start, cu_queries, kv_len,
+        mask if bits else mask.view(torch.uint8), lists, lengths, kv_start, cu_queries, kv_len,
         *mask.stride(),
         num_queries, num_keys, entries, offset, first_block,
-        GROUP=group, CHUNK=min(1024, triton.next_power_of_2(candidates * group)), **constants,
+        GROUP=group, CHUNK=min(1024, triton.next_power_of_2(candidates * group)),
+        WORD=WORD if bits else 1, **constants,
         num_warps=1,
     )  # fmt: skip
     return lists, lengths
@@ -164,11 +176,10 @@ def _compact_kernel(
     mask_ptr, lists_ptr, lengths_ptr, kv_start_ptr, cu_queries_ptr, kv_len_ptr,
     stride_b, stride_h, stride_group, stride_block, stride_candidate,
     num_queries, num_keys, entries, offset, first_block,
-    GROUP: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BY_COLUMN: tl.constexpr,
+    GROUP: tl.constexpr, CHUNK: tl.constexpr, WORD: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, CAUSAL: tl.constexpr, BY_COLUMN: tl.constexpr,
 ):  # fmt: skip
-    """One program compacts one row block (column block) of the mask."""
+    """One program compacts one row block (column block) of the mask, of WORD columns an element."""
     block, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if cu_queries_ptr is not None:
         _, keys, queries, delta = packed_span(cu_queries_ptr, kv_len_ptr, b, num_queries, num_keys)
@@ -185,8 +196,9 @@ def _compact_kernel(
         )
 
     row = (b.to(tl.int64) * tl.num_programs(1) + h) * tl.num_programs(0) + block
+    line = block // WORD if BY_COLUMN else block
     mask_ptr += (
-        b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + block.to(tl.int64) * stride_block
+        b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + line.to(tl.int64) * stride_block
     )
     found = tl.zeros((), tl.int32)
     found_full = tl.zeros((), tl.int32)
@@ -195,12 +207,15 @@ def _compact_kernel(
     for first in tl.range(begin * GROUP, end * GROUP, CHUNK):  # type: ignore[misc]
         entry = first + tl.arange(0, CHUNK)
         candidate = entry // GROUP
+        element = candidate if BY_COLUMN else candidate // WORD
         on_ptrs = (
             mask_ptr
-            + candidate.to(tl.int64) * stride_candidate
+            + element.to(tl.int64) * stride_candidate
             + (entry % GROUP).to(tl.int64) * stride_group
         )
         on = tl.load(on_ptrs, mask=candidate < end, other=0).to(tl.int32)
+        if WORD > 1:
+            on = (on >> ((block if BY_COLUMN else candidate) % WORD)) & 1
         place = found + tl.cumsum(on, 0) - on
         tl.store(lists_ptr + place, entry.to(lists_ptr.dtype.element_ty), mask=on != 0)
         found += tl.sum(on, 0)

@@ -45,10 +45,8 @@ def launch(
     After the blocks follow the last ``single`` tokens, each pooled by itself.
     """
     batch, heads, tokens, head = x.shape
-    pooled, names = (
-        empty_result(x, poolings, block_size, start, rotated, single=single),
-        poolings.split(","),
-    )
+    pooled = empty_result(x, poolings, block_size, start, rotated, single=single)
+    names = poolings.split(",")
     blocks, cols = pooled.shape[2], padded_head(head)
     place = {name.upper(): names.index(name) if name in names else None for name in POOLINGS}
     _pool_blocks_kernel[(heads * blocks * batch,)](

@@ -77,9 +77,9 @@ def zoom_of_mask(mask: Tensor) -> Tensor:
     Raises ValueError: another value. Checking reads the values back from the device.
     """
     shares = torch.tensor([0.0, 0.125, 0.25, 0.5, 1.0], device=mask.device)
-    found = mask.unique().to(shares.dtype)
-    if not torch.isin(found, shares).all():
-        raise ValueError(f"mask has the values {found.tolist()[:8]}: expected {shares.tolist()}")
+    values = mask.unique().to(shares.dtype)
+    if not torch.isin(values, shares).all():
+        raise ValueError(f"mask has the values {values.tolist()[:8]}: expected {shares.tolist()}")
     return torch.where(mask > 0, 1 / mask, 0.0).to(torch.uint8)
 
 

@@ -16,7 +16,11 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.block_checks import check_map_shape, resolve_key_block_size
+from msattn.kernels.common.block_checks import (
+    check_map_shape,
+    mask_layout,
+    resolve_key_block_size,
+)
 from msattn.kernels.common.block_lists import (
     compact_packed_rows,
     find_list,
@@ -92,7 +96,8 @@ def paged_block_sparse_attention(
     block_mask : Tensor bool ``[B, Hq | Hkv | 1, Tr, Tc]``
         ``Tr = ceil(max_queries / block_size)``, ``Tc = ceil(pages * page_size / key_block_size)``.
         True selects the block; what is past the end of a sequence or above the diagonal is not
-        read. None selects all.
+        read. None selects all. Or bits, int32 ``[B, Hq | Hkv | 1, Tr, ceil(Tc / 32)]``, as for
+        ``block_sparse_attention``.
     max_queries : int
         Upper bound of the number of queries of a sequence.
     block_size : int
@@ -134,12 +139,10 @@ def paged_block_sparse_attention(
         raise ValueError(f"max_queries={max_queries!r}: expected a number of queries, 1 or more")
     check_tensor("cu_queries", cu_queries, torch.int32, (batch + 1,), "q", q)
     if block_mask is not None:
-        row_blocks, col_blocks = (
-            -(-max_queries // block_size),
-            -(-pages * cache.k.shape[1] // key_block_size),
-        )
-        accepted = [(batch,), (q.shape[1], cache.k.shape[2], 1), (row_blocks,), (col_blocks,)]
-        check_map_shape("block_mask", block_mask, torch.bool, accepted)
+        dtype, cols = mask_layout(block_mask, pages * cache.k.shape[1], key_block_size)
+        rows = -(-max_queries // block_size)
+        accepted = [(batch,), (q.shape[1], cache.k.shape[2], 1), (rows,), (cols,)]
+        check_map_shape("block_mask", block_mask, dtype, accepted)
         check_device("block_mask", block_mask, "q", q)
     scale, softcap = resolve_scale(scale, q.shape[2]), resolve_softcap(softcap)
     backend = resolve_backend(backend, q)

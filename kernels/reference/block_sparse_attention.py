@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from msattn.kernels.common.block_bits import unpack_blocks
 from msattn.kernels.common.block_checks import resolve_key_block_size
 from msattn.kernels.common.checks import resolve_scale, resolve_softcap, statistics_dtype
 from msattn.kernels.reference.common import (
@@ -155,16 +156,13 @@ def _parts(
     """
     kv_heads = k.shape[1]
     lists = max(block_mask.shape[1], kv_heads)
-    mask = block_mask.expand(len(q), -1, -1, -1).repeat_interleave(
-        lists // block_mask.shape[1], dim=1
-    )
+    mask = unpack_blocks(block_mask, -(-k.shape[2] // key_block_size)).expand(len(q), -1, -1, -1)
+    mask = mask.repeat_interleave(lists // mask.shape[1], dim=1)
     for batch, first_query, first_key, delta in sequences(q, k, kv_start, causal):
         n, m = q.shape[2] - first_query, k.shape[2] - first_key
         if n and m:
-            rows, cols = (
-                _Blocks(batch, first_query, lists, block_size),
-                _Blocks(batch, first_key, kv_heads, key_block_size),
-            )
+            rows = _Blocks(batch, first_query, lists, block_size)
+            cols = _Blocks(batch, first_key, kv_heads, key_block_size)
             yield (
                 rows,
                 cols,

@@ -24,11 +24,9 @@ def bucket_mass(
     k_pos: Tensor | None = None,
 ) -> BucketMass:
     """Reference of :func:`msattn.kernels.bucket_mass.bucket_mass`."""
-    scale, softcap, statistics = (
-        resolve_scale(scale, q.shape[3]),
-        resolve_softcap(softcap),
-        statistics_dtype(q),
-    )
+    scale = resolve_scale(scale, q.shape[3])
+    softcap = resolve_softcap(softcap)
+    statistics = statistics_dtype(q)
     batch, q_heads, num_queries, _ = q.shape
     kv_heads, num_keys = k.shape[1:3]
     if not (int(buckets.min()) >= -1 and int(buckets.max()) < num_buckets):

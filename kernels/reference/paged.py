@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from msattn.kernels.common.block_bits import unpack_blocks
 from msattn.kernels.common.block_checks import resolve_key_block_size
 from msattn.kernels.common.checks import resolve_scale, resolve_softcap, statistics_dtype
 from msattn.kernels.reference.block_sparse_attention import block_sparse_attention
@@ -51,7 +52,7 @@ def paged_block_sparse_attention(
         if block_mask is None:
             mask = torch.ones((1, 1, *blocks), dtype=torch.bool, device=q.device)
         else:
-            mask = block_mask[b : b + 1, :, : blocks[0], : blocks[1]]
+            mask = unpack_blocks(block_mask[b : b + 1, :, : blocks[0]], blocks[1])[..., : blocks[1]]
         queries = q[begin:end].transpose(0, 1)[None]
         options = {
             "block_size": block_size,

@@ -24,11 +24,9 @@ from tests.adversary.tries import Tries
 from tests.factory import embedded_tokenizer, random_tokens, save_tokenizer, tiny_model
 
 WEIGHTS, CONFIG, GENERATION = "model.safetensors", "config.json", "generation_config.json"
-VOCABULARY, SETTINGS, TEMPLATE_FILE = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-)
+VOCABULARY = "tokenizer.json"
+SETTINGS = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
 TEXT = "t3 t5 t7"
 TEMPLATE = (
     "{% for m in messages %}t1 {{ m.content }} t2 {% endfor %}{% if add_generation_prompt "

@@ -178,10 +178,8 @@ def test_arguments(tries: Tries) -> None:
     """Hostile arguments are refused, or served as the plain value is. Switches do not change the
     result.
     """
-    numbers, objects = (
-        product(CONTEXTS, map(str, NUMBERS)),
-        product(("gate", "select", "qmodel"), OBJECTS),
-    )
+    numbers = product(CONTEXTS, map(str, NUMBERS))
+    objects = product(("gate", "select", "qmodel"), OBJECTS)
     others = ((name, label) for label, name in spread(VALUES, CONTEXTS))
     for name, label in (*numbers, *objects, *others):
         value, context = VALUES[label], CONTEXTS[name]

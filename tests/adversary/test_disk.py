@@ -92,11 +92,9 @@ def result(folder: Path, command: str) -> Result:
 def test_files_that_may_not_grow(tries: Tries, work: Path, tmp_path: Path) -> None:
     draw = random.Random(1)
     for command in WRITING:
-        folder, whole, size = (
-            tmp_path / command,
-            tmp_path / "whole" / command,
-            int(8192 * 50 ** draw.random()),
-        )
+        folder = tmp_path / command
+        whole = tmp_path / "whole" / command
+        size = int(8192 * 50 ** draw.random())
         shutil.copytree(work, folder)
         shutil.copytree(work, whole)
         fault = fault_of(

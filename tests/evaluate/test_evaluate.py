@@ -155,7 +155,7 @@ def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
         "no such folder": {"artifacts": ArtifactsConfig(gate=str(tmp_path / "nowhere"))},
         "its num_layers is 2": {"model": deeper},
         "compare=nowhere: expected the folder of an earlier": {"compare": "nowhere"},
-        "outputs": {"outputs": str(tmp_path / "file")},
+        "rand/base is not writable": {"outputs": str(tmp_path / "file")},
     }.items():
         with pytest.raises(UserError, match=message):
             evaluate(replace(cfg, **changes))

@@ -80,9 +80,12 @@ def test_parts_of_a_comparison(tmp_path: Path) -> None:
     ]
     methods = "gate-mass", "gate_question-mass", "quest"
     assert [part.name for part in sparse] == [
-        f"{policy}-{name}" for policy in ("calibrated", "topk") for name in methods
+        f"{policy}-{name}-{task}-{length}"
+        for policy in ("calibrated", "topk")
+        for name in methods
+        for task in tasks
+        for length in (512, 1024)
     ]
-    assert {part.tasks for part in sparse} == {tasks}
     with pytest.raises(UserError, match=r"^select\.block_size=64: the gate's blocks have 16; "):
         parts_of(tmp_path, [512], [gate], ["quest"], ["model=tiny"])
     assert parts_of(tmp_path, [512], [gate], [], ["model=tiny"]), "no other sizes"
@@ -115,14 +118,14 @@ def test_a_comparison_continues(tmp_path: Path, capsys: pytest.CaptureFixture[st
     compared = {(each["method"], each["seed"]) for each in lines if each["best_untrained"]}
     assert compared == {("gate", "0"), ("gate_question", "0")}
     kept = sorted(
-        (tmp_path / "out/tiny-400/topk-quest").glob("*.safetensors"),
+        (tmp_path / "out/tiny-400/topk-quest-leval-400").glob("*.safetensors"),
         key=lambda path: path.stat().st_mtime_ns,
     )
-    for part in kept[-2:]:  # as if it was killed at the last task
+    for part in kept[-2:]:  # as if it was killed in this task
         part.unlink()
     (tmp_path / "out" / "comparison.csv").unlink()
     main(arguments)
-    assert "topk-quest: 3 rows" in capsys.readouterr().out
+    assert "topk-quest-leval-400: 1 rows" in capsys.readouterr().out
     again = [*csv.DictReader((tmp_path / "out" / "comparison.csv").open())]
     kept_columns = [key for key in lines[0] if "_s" not in key and "_mb" not in key]
     assert [[each[key] for key in kept_columns] for each in again] == [

@@ -64,10 +64,8 @@ def test_the_share_that_is_kept_is_counted_in_the_cache() -> None:
             hook.remove()
 
     def remove(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        layer, heads = (
-            kwargs["past_key_values"].layers[module.layer_idx],
-            module.config.num_key_value_heads,
-        )
+        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        heads = module.config.num_key_value_heads
         if module.layer_idx:
             module.masked_key_indices = [torch.zeros(heads * 10)] * 3
         else:

@@ -58,10 +58,8 @@ def gradients(module: FineTuner, ids: Tensor = IDS) -> tuple[dict[str, Any], dic
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dense_training_equals_that_of_transformers(family: str) -> None:
-    module, plain = (
-        fine_tuner(family, sparse=False),
-        tiny_model(family, "yarn").requires_grad_(True),
-    )
+    module = fine_tuner(family, sparse=False)
+    plain = tiny_model(family, "yarn").requires_grad_(True)
     outputs, found = gradients(module)
     loss = plain(input_ids=IDS, labels=IDS).loss
     loss.backward()

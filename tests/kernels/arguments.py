@@ -67,10 +67,8 @@ def conv_decode(device: str) -> Arguments:
 
 
 def bucket_decode(device: str) -> Arguments:
-    index, recent = (
-        build_bucket_index(random_buckets(2, 2, 70, 10, device), 10),
-        starts([5, 9], device),
-    )
+    index = build_bucket_index(random_buckets(2, 2, 70, 10, device), 10)
+    recent = starts([5, 9], device)
     return _decoding(device, index=index, probes=_probes(device), recent=recent, softcap=5.0)
 
 
@@ -168,6 +166,18 @@ def gate_scores(device: str) -> Arguments:
         "block_size": 16,
         "kv_start": starts([7], device),
     }
+
+
+def gate_blocks(device: str) -> Arguments:
+    rows = {"counts": [1, 1, 2, 2, 3], "local": [0, 0, 1, 2, 3]}
+    return (
+        gate_scores(device)
+        | {
+            name: torch.tensor(x, dtype=torch.int32, device=device)[None, None, :, None]
+            for name, x in rows.items()
+        }
+        | {"sink_blocks": 1, "threshold": 1.2, "exponent": -1.0, "above": 2.0}
+    )
 
 
 def best_blocks(device: str) -> Arguments:

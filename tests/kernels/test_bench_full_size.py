@@ -77,10 +77,8 @@ def test_wrong_gradient_is_found_where_it_is_small() -> None:
         return block_sparse_attention.block_sparse_attention(q, k, *others)
 
     position = torch.arange(700)[:, None]
-    shape, options = (
-        replace(SHAPE, dtype=torch.bfloat16),
-        replace(OPTIONS, sparsities=[0.0], backward=True),
-    )
+    shape = replace(SHAPE, dtype=torch.bfloat16)
+    options = replace(OPTIONS, sparsities=[0.0], backward=True)
     (case, *_) = bench.CASES["block_sparse_attention"](shape, options)
     error = full_size.error_at_full_size(case, True)
     assert error is not None

@@ -170,10 +170,8 @@ def test_long_rows(columns: int, device: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_softmax_agrees_with_fp64(shape, backend: Backend, device: str, poisoned: None) -> None:
-    logits, visible = (
-        (torch.randn(shape) * 30).to(device),
-        causal(shape[0], shape[2], shape[3], device),
-    )
+    logits = (torch.randn(shape) * 30).to(device)
+    visible = causal(shape[0], shape[2], shape[3], device)
     got = block_softmax(logits, visible, backend=backend)
     exact = logits.double().masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0)
     assert_within_budget("probabilities", got, exact, exact.float())
@@ -182,10 +180,8 @@ def test_softmax_agrees_with_fp64(shape, backend: Backend, device: str, poisoned
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradient_of_the_softmax(backend: Backend, device: str) -> None:
-    logits, visible = (
-        torch.randn(2, 2, 4, 9, device=device, requires_grad=True),
-        causal(2, 4, 9, device),
-    )
+    logits = torch.randn(2, 2, 4, 9, device=device, requires_grad=True)
+    visible = causal(2, 4, 9, device)
     gradient = torch.randn(logits.shape, device=device)
     (got,) = torch.autograd.grad(block_softmax(logits, visible, backend=backend), logits, gradient)
     plain = logits.masked_fill(~visible, -1e30).softmax(-1) * visible

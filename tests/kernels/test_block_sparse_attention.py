@@ -12,6 +12,7 @@ from torch import Tensor
 
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.common import block_lists
+from msattn.kernels.common.block_bits import pack_blocks
 from msattn.kernels.common.block_lists import compact_columns, compact_rows
 from msattn.kernels.common.checks import query_offset
 from msattn.kernels.reference import block_sparse_attention as reference
@@ -113,6 +114,24 @@ def test_lists_in_parts(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     ] == [4, 2, 0]
     got = block_sparse_attention(*inputs, mask, **case.options(device), backend="triton")
     shared.assert_same(got, want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("heads", "block", "keys"), [(4, 32, 16), pytest.param(2, 16, 16, marks=pytest.mark.slow)]
+)
+def test_bits_are_a_mask(heads: int, block: int, keys: int, backend: Backend, device: str) -> None:
+    """Results and gradients are the same, up to the order of PyTorch's sums on a GPU."""
+    case = Case(2, 4, 2, 150, 600, 16, torch.float32, True, (0, 500), block, keys)
+    q, k, v = (x.requires_grad_() for x in case.qkv(device))
+    mask = random_mask(1, heads, case.blocks, device=device)
+    assert mask.shape[3] > 32  # several words
+    found = []
+    for each in (mask, pack_blocks(mask)):
+        out, lse = block_sparse_attention(q, k, v, each, **case.options(device), backend=backend)
+        loss = out.square().sum() + lse.masked_fill(lse == -torch.inf, 0).sum()
+        found.append((out, lse, *torch.autograd.grad(loss, (q, k, v))))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

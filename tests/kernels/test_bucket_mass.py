@@ -163,11 +163,9 @@ def test_any_lengths(
 @pytest.mark.parametrize("head_size", [64, 80, 128, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, num_buckets: int, poisoned: None) -> None:
-    heads, lengths, masks = (
-        [(2, 2), (4, 1), (7, 1)],
-        [(1, 1), (63, 63), (65, 111), (111, 4095)],
-        [(False, None), (True, 9)],
-    )
+    heads = [(2, 2), (4, 1), (7, 1)]
+    lengths = [(1, 1), (63, 63), (65, 111), (111, 4095)]
+    masks = [(False, None), (True, 9)]
     limits = itertools.cycle([None, 5.0, None, 50.0, None])
     for (q_heads, kv_heads), (n_q, n_k), (causal, distance) in itertools.product(
         heads, lengths, masks
@@ -201,10 +199,8 @@ def test_key_groups_hold_each_key_once(
         members: list[int] = []
         for n in range(run):
             tile = split * len(indices) // splits // 64 + n
-            row, copied = (
-                int(out_rows[tile * segments + segment]),
-                int(copies[tile * segments + segment]),
-            )
+            row = int(out_rows[tile * segments + segment])
+            copied = int(copies[tile * segments + segment])
             place = torch.arange(group_size)
             column = (
                 (segment // 4 * (group_size // 2) + place // 2) * 8 + segment % 4 * 2 + place % 2

@@ -22,6 +22,7 @@ from typing import TypeVar
 import pytest
 import torch
 
+from msattn.kernels.common.block_bits import pack_blocks
 from msattn.kernels.operations import OPERATIONS
 from msattn.kernels.testing import random_block_mask, random_pages, random_qkv, starts
 from tests.house.modules import ROOT
@@ -115,6 +116,8 @@ def _with_block_map(
             -(-200 // size) for size in (block_size, *(key_block or (block_size,)))
         )
         blocks = torch.ones(1, 2, row_blocks, col_blocks, dtype=of_map)
+        if of_map == torch.bool and softcap is not None:
+            blocks = pack_blocks(blocks)
         options = (
             starts([8]) if block_size == 128 else None,
             block_size,
@@ -249,8 +252,42 @@ def _best_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 
 def _gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
-    from msattn.kernels import gate_scores as op
-    from msattn.kernels.common import block_counts, block_masses
+    from msattn.kernels.common import block_counts, block_masses, gate_rows
+
+    gate, *_ = _gate(dtype, head_size, sm)
+    gate_rows.launch(gate)
+    q, key_block, kv_start = gate.q, gate.key_block_size, gate.kv_start
+    block_masses.launch(
+        q[:, :, -64:], q[:, :2], kv_start, key_block, 0.1, _choose(CAPS, head_size, sm)
+    )
+    total, blocks = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.int64)
+    for selected in (torch.bool, torch.int32):
+        block_counts.launch(total, torch.zeros(2, 4, 13, 13, dtype=selected), blocks, 8)
+
+
+def _gate_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    from msattn.kernels.common import gate_rows
+
+    gate, rows, cols = _gate(dtype, head_size, sm)
+    numbers = torch.zeros(1, 1, rows, 1, dtype=torch.int32)
+    choice = gate_rows.Choice(numbers, numbers, 1, 1.0, -1.0, -0.5, 2.0)
+    given = torch.zeros(2, len(gate.query_weight), 2, cols), torch.ones(2, 2, dtype=torch.bool)
+    exact = gate._replace(last_queries=False, columns=given[0][:, :, 0].contiguous())
+    for each in (gate, exact._replace(last_rows=given[0], whole=given[1])):
+        gate_rows.launch(each, choice)
+    # the longest row that a program holds
+    longest = gate._replace(
+        pooled_k=gate.pooled_k[:, :, :1].expand(-1, -1, 65536, -1),
+        num_keys=65536 * gate.key_block_size,
+        kv_start=None,
+        last_queries=False,
+    )
+    gate_rows.launch(longest, choice)
+
+
+def _gate(dtype: torch.dtype, head_size: int, sm: int):
+    """Returns the arguments of a gate, and its numbers of row blocks and column blocks."""
+    from msattn.kernels.common.gate_rows import Gate
 
     q = torch.zeros(2, 4, 200, head_size, dtype=dtype)
     usual, other = (4, head_size, None, 64, 16), (2, 24, starts([8, 0]), 128, 128)
@@ -261,40 +298,11 @@ def _gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
         torch.zeros(heads, hidden, 2 * head_size),
     )
     pooled_k = torch.zeros(2, 2, -(-200 // key_block), (2 + (means[0] is not None)) * head_size)
-    op.launch(
-        q,
-        pooled_k,
-        *weights,
-        torch.zeros(hidden // 2),
-        "avg",
-        200,
-        block,
-        key_block,
-        kv_start,
-        *means,
-        head_size != 16,
-        None,
-    )
-    columns = torch.zeros(2, heads, -(-200 // key_block))
-    op.launch(
-        q,
-        pooled_k,
-        *weights,
-        torch.zeros(hidden // 2),
-        "avg",
-        200,
-        block,
-        key_block,
-        kv_start,
-        *means,
-        False,
-        columns,
-    )
-    block_masses.launch(
-        q[:, :, -64:], q[:, :2], kv_start, key_block, 0.1, _choose(CAPS, head_size, sm)
-    )
-    total, blocks = torch.zeros((), dtype=torch.float64), torch.ones((), dtype=torch.int64)
-    block_counts.launch(total, torch.zeros(2, 4, 13, 13, dtype=torch.bool), blocks, 8)
+    gate = Gate(
+        q, pooled_k, *weights, torch.zeros(hidden // 2), "avg", 200, block, key_block, kv_start,
+        *means, head_size != 16, None, None, None,
+    )  # fmt: skip
+    return gate, *gate.map_shape[2:]
 
 
 def _probe_buckets(dtype: torch.dtype, head_size: int, sm: int) -> None:

@@ -77,10 +77,8 @@ LAYOUTS = list(layouts(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1)))
 def test_norm_equals_that_of_transformers(
     shape: tuple[int, ...], dtype: torch.dtype, backend: Backend, device: str
 ) -> None:
-    x, weight = (
-        3 * random(*shape, dtype=dtype, device=device),
-        random(shape[-1], dtype=dtype, device=device),
-    )
+    x = 3 * random(*shape, dtype=dtype, device=device)
+    weight = random(shape[-1], dtype=dtype, device=device)
     got = rms_norm(x, weight, EPS, backend=backend)
     assert got.dtype == dtype
     assert_same(got, llama_norm(x, weight), backend)
@@ -289,10 +287,8 @@ def test_more_than_2_31_elements() -> None:
 def test_cuda_graph() -> None:
     """A replayed graph writes at the position that the tensor holds then."""
     given = step(2, 8, 2, 128, torch.bfloat16, "cuda")
-    x, weight = (
-        torch.randn(2, 1, 4096, device="cuda").bfloat16(),
-        torch.randn(4096, device="cuda").bfloat16(),
-    )
+    x = torch.randn(2, 1, 4096, device="cuda").bfloat16()
+    weight = torch.randn(4096, device="cuda").bfloat16()
 
     def layer() -> tuple[Tensor, ...]:
         given["keys"].fill_(7)

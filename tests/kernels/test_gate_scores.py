@@ -8,85 +8,10 @@ from torch import Tensor
 
 from msattn.kernels import testing
 from msattn.kernels.gate_scores import gate_scores
-from msattn.kernels.reference import gate_scores as reference
+from msattn.kernels.reference.gate_scores import gate_scores as reference_scores
 from msattn.kernels.types import Backend
+from tests.kernels.gates import CASES, doubled, pooled, random_arguments
 from tests.kernels.shared import BACKENDS
-
-# query heads, key heads, gate heads, queries, keys, head size, hidden, block, key block, padding,
-# poolings
-CASES = {
-    "one gate per query head": (4, 2, 4, 70, 70, 16, 16, 16, 16, None, ["avg"], ["max", "min"]),
-    "one gate per key/value head": (4, 2, 2, 70, 70, 40, 24, 16, 16, None, ["avg", "max"], ["avg"]),
-    "gates between both": (8, 1, 2, 40, 40, 16, 8, 16, 16, None, ["min"], ["max", "min", "avg"]),
-    "padding": (2, 2, 2, 70, 70, 16, 16, 16, 16, [0, 37, 69], ["avg"], ["max", "min"]),
-    "more keys": (2, 1, 2, 37, 90, 16, 16, 16, 16, [0, 60], ["avg"], ["max", "min"]),
-    "more queries": (2, 1, 2, 90, 37, 16, 16, 16, 16, None, ["avg"], ["max", "min"]),
-    "fewer keys than queries in a block": (
-        4,
-        2,
-        4,
-        150,
-        150,
-        16,
-        16,
-        64,
-        16,
-        None,
-        ["avg"],
-        ["max", "min"],
-    ),
-    "fewer keys, padding": (2, 1, 2, 70, 150, 16, 8, 32, 16, [0, 33], ["avg"], ["max", "min"]),
-    "several tiles": (1, 1, 1, 2100, 2100, 8, 8, 16, 16, [0, 1000], ["avg"], ["avg"]),
-}
-
-WITHOUT_MEANS = ("one gate per query head", "more queries")
-
-
-def random_arguments(case: str, device: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Returns arguments with weights that make rows neither uniform nor one-hot."""
-    (
-        heads,
-        kv_heads,
-        gates,
-        queries,
-        keys,
-        size,
-        hidden,
-        block,
-        key_block,
-        padding,
-        q_pool,
-        k_pool,
-    ) = CASES[case]
-    q, k, _ = testing.random_qkv(
-        1 if padding is None else len(padding), heads, kv_heads, queries, keys, size, dtype, device
-    )
-    widths = heads // gates * len(q_pool) * size, len(k_pool) * size
-    weights = [
-        torch.randn(gates, hidden, width).to(device) * (block**0.25 / width**0.5)
-        for width in widths
-    ]
-    means = {"q_rope": q.flip(3), "k_rope": k.roll(1, 3), "mean_weight": (block / size) ** 0.5}
-    return {
-        "q": q, "k": k, "query_weight": weights[0], "key_weight": weights[1],
-        "inv_freq": (100.0 ** -(torch.arange(hidden // 2) / (hidden // 2))).to(device),
-        "q_pool": q_pool, "k_pool": k_pool, "block_size": block, "key_block_size": key_block,
-        "kv_start": testing.starts(padding, device), **({} if case in WITHOUT_MEANS else means),
-    }  # fmt: skip
-
-
-def pooled(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of ``gate_scores``, with pooled keys."""
-    a = dict(arguments)
-    k, k_pool, k_rope = a.pop("k"), a.pop("k_pool"), a.pop("k_rope", None)
-    of_blocks = {"block_size": a["key_block_size"], "start": a["kv_start"], "rotated": k_rope}
-    return a | {"pooled_k": reference.pool_blocks(k, k_pool, **of_blocks), "num_keys": k.shape[2]}
-
-
-def doubled(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same numbers in fp64; frequencies stay as they are."""
-    double = ("q", "k", "query_weight", "key_weight", "q_rope", "k_rope")
-    return {name: x.double() if name in double else x for name, x in arguments.items()}
 
 
 def by_definition(arguments: dict[str, Any], b: int) -> Tensor:
@@ -158,7 +83,7 @@ def test_reference_agrees_with_the_definition(
     case: str, change: dict[str, Any], last_queries: bool, device: str
 ) -> None:
     arguments = random_arguments(case, device) | change | {"last_queries": last_queries}
-    got = reference.gate_scores(**pooled(doubled(arguments)))
+    got = reference_scores(**pooled(doubled(arguments)))
     for b in range(len(got)):
         expected = by_definition(arguments, b)
         padded = torch.zeros(got.shape[1:], dtype=torch.float64)
@@ -173,10 +98,10 @@ def test_agrees_with_fp64(
     case: str, last_queries: bool, backend: Backend, device: str, poisoned: None
 ) -> None:
     arguments = random_arguments(case, device) | {"last_queries": last_queries}
-    exact, arguments = reference.gate_scores(**pooled(doubled(arguments))), pooled(arguments)
+    exact, arguments = reference_scores(**pooled(doubled(arguments))), pooled(arguments)
     got = gate_scores(**arguments, backend=backend)
     assert exact.amax(-1).min() < 0.9  # not all rows are one-hot
-    eager = reference.gate_scores(**arguments)
+    eager = reference_scores(**arguments)
     # Logits reach about 30 and are rounded before the exponential.
     testing.assert_within_budget("scores", got, exact, eager, term=30.0)
     assert torch.equal(got == 0, exact.float() == 0)
@@ -186,7 +111,7 @@ def test_agrees_with_fp64(
 @pytest.mark.parametrize("case", [case for case in CASES if case != "several tiles"])
 def test_least_scores_of_columns(case: str, backend: Backend, device: str, poisoned: None) -> None:
     drawn = random_arguments(case, device)
-    plain, arguments = reference.gate_scores(**pooled(doubled(drawn))), pooled(drawn)
+    plain, arguments = reference_scores(**pooled(doubled(drawn))), pooled(drawn)
     columns = 0.5 * torch.rand(plain.shape[:2] + plain.shape[3:], device=device).square()
     seen = plain > 0  # visible ones have no probability of 0
     expected = plain.maximum(columns.double()[:, :, None]) * seen
@@ -200,12 +125,48 @@ def test_least_scores_of_columns(case: str, backend: Backend, device: str, poiso
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", ["padding", "more keys", "more queries", "fewer keys, padding"])
+def test_scores_of_the_last_rows(case: str, backend: Backend, device: str, poisoned: None) -> None:
+    """They replace the gate's scores in some rows, and are a lower bound in the others."""
+    arguments = pooled(random_arguments(case, device))
+    plain = gate_scores(**arguments, backend=backend)
+    (batch, gates, rows, cols), count = plain.shape, 2
+    last_rows = torch.rand(batch, gates, count, cols, device=device).square()
+    whole = torch.tensor([[False, True]], device=device).expand(batch, -1)
+    got = gate_scores(**arguments, last_rows=last_rows, whole=whole, backend=backend)
+    for b in range(batch):
+        exist = int((plain[b, 0] > 0).any(-1).sum())
+        expected, base = plain[b].clone(), max(0, exist - count)
+        for i in range(min(count, rows - base)):
+            seen, row = plain[b, :, base + i] > 0, plain[b, :, base + i]
+            larger = last_rows[b, :, i] if i else last_rows[b, :, i].maximum(row)
+            expected[:, base + i] = larger * seen
+        assert torch.equal(got[b], expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e15])
+def test_vectors_of_any_magnitude(scale: float, backend: Backend, device: str) -> None:
+    """Products of pairs of fp16 numbers neither overflow nor lose digits."""
+    arguments = pooled(random_arguments("one gate per key/value head", device))
+    wanted = gate_scores(**arguments, backend=backend)
+    arguments["query_weight"], arguments["pooled_k"] = (
+        arguments["query_weight"] * scale,
+        arguments["pooled_k"] / scale,
+    )
+    arguments["mean_weight"] *= scale
+    torch.testing.assert_close(
+        gate_scores(**arguments, backend=backend), wanted, rtol=1e-4, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision(dtype: torch.dtype, backend: Backend, device: str) -> None:
     if backend == "triton" and device == "cpu" and dtype == torch.bfloat16:
         pytest.skip("interpreted kernels refuse bf16")
     arguments = random_arguments("one gate per query head", device, dtype)
-    exact = reference.gate_scores(**pooled(doubled(arguments)))
+    exact = reference_scores(**pooled(doubled(arguments)))
     torch.testing.assert_close(
         gate_scores(**pooled(arguments), backend=backend).double(), exact, rtol=1e-4, atol=1e-6
     )

@@ -23,7 +23,12 @@ from tests.kernels.shared import BACKENDS, assert_same
 Arguments = dict[str, Any]
 EACH = ("lse", "products")  # results with one number for each row
 MAPS = ("pooled", "result")  # results that are 0 where a row sees nothing
-WITHOUT_ROWS = ("best_blocks", "paged_bucket_sizes", "probe_buckets")  # their results are integers
+WITHOUT_ROWS = (
+    "best_blocks",
+    "gate_blocks",
+    "paged_bucket_sizes",
+    "probe_buckets",
+)  # their results are integers
 FUNCTIONS = {name: getattr(msattn, name) for name in OPERATIONS if name not in WITHOUT_ROWS} | {
     "block_softmax": block_softmax
 }

@@ -27,7 +27,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {name: getattr(msattn, name) for name
 WITH_GRADIENT = (*DIFFERENTIABLE, "block_softmax")
 COUNTING = ("bucket_decode", "paged_bucket_decode")
 # their results have no gradient
-WITHOUT_FLOATS = ("best_blocks", "paged_bucket_sizes", "probe_buckets")
+WITHOUT_FLOATS = ("best_blocks", "gate_blocks", "paged_bucket_sizes", "probe_buckets")
 SLOW = {
     *DIFFERENTIABLE,
     "conv_decode",
@@ -51,13 +51,18 @@ def variants(operation: str, device: str) -> Iterator[dict[str, Any]]:
             "sizes": torch.full((1, 2, 20), 7, dtype=torch.int32, device=device),
             "threshold": 1.5,
         }
-    if operation == "gate_scores":
+    if operation in ("gate_scores", "gate_blocks"):
         q, pooled_k = given["q"], torch.randn(1, 2, 5, 48, device=device)
         yield given | {
             "q_rope": q.flip(3),
             "pooled_k": pooled_k,
             "mean_weight": 0.5,
             "last_queries": True,
+        }
+        yield given | {
+            "last_rows": torch.rand(1, 4, 2, 5, device=device),
+            "whole": torch.tensor([[False, True]], device=device),
+            "columns": torch.rand(1, 4, 5, device=device),
         }
     if operation == "paged_block_sparse_attention":
         yield given | {"block_mask": None}

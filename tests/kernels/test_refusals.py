@@ -78,6 +78,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         *BLOCK_MAPS,
         ({"block_mask": zeros(1, 3, 2, 2, dtype=torch.bool)}, "heads must be 4 or 2 or 1"),
         ({"block_mask": zeros(1, 2, 2, 2)}, "block_mask is torch.float32"),
+        ({"block_mask": zeros(1, 2, 2, 2, dtype=INT)}, "column blocks must be 1"),
     ],
     "multiscale_attention": [
         *BLOCK_MAPS,
@@ -304,6 +305,20 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"q_rope": zeros(1, 4, 70, 16)}, "key_weight is"),
         ({"mean_weight": 0.5}, "mean_weight=0.5"),
         ({"q_rope": zeros(1, 4, 70, 8)}, "q_rope is"),
+        ({"last_rows": zeros(1, 4, 2, 4)}, "last_rows is"),
+        ({"last_rows": zeros(1, 4, 6, 5)}, r"expected torch.float32 \(1, 4, 5, 5\)"),
+        (
+            {"last_rows": zeros(1, 4, 2, 5), "last_queries": True},
+            "last_rows: expected None with last_queries=True",
+        ),
+        ({"whole": zeros(1, 2, dtype=torch.bool)}, r"whole is .* expected bool \[1 or 1, 0\]"),
+        ({"last_rows": zeros(1, 4, 2, 5), "whole": zeros(1, 2)}, "whole is torch.float32"),
+    ],
+    "gate_blocks": [
+        ({"counts": zeros(1, 1, 5, 1)}, "counts is torch.float32"),
+        ({"local": zeros(2, 1, 5, 1, dtype=INT)}, r"local is torch.int32 \(2, 1, 5, 1\)"),
+        ({"sink_blocks": -1}, "sink_blocks=-1: expected 0 or more"),
+        ({"num_keys": 90}, "pooled_k.shape="),
     ],
     "best_blocks": [
         ({"scores": zeros(2, 4, 9)}, "scores is"),

@@ -63,10 +63,8 @@ def test_merge_agrees_with_fp64(splits: int, head_size: int, rebase: bool, devic
     """Some splits, and all splits of one row, have no visible key."""
     generator = torch.Generator().manual_seed(splits)
     part_max = torch.randn(3, splits, generator=generator) * 5
-    part_sum, part_out = (
-        torch.rand(3, splits, generator=generator),
-        torch.randn(3, splits, head_size, generator=generator),
-    )
+    part_sum = torch.rand(3, splits, generator=generator)
+    part_out = torch.randn(3, splits, head_size, generator=generator)
     if not rebase:
         part_max[:] = part_max[:, :1]
     empty = torch.rand(3, splits, generator=generator) < 0.3

@@ -60,10 +60,8 @@ def test_xattention_sums_antidiagonals(num_queries, num_keys, stride):
             logits = torch.zeros(seen)
             for j in range(seen):
                 for s in range(stride):
-                    query, key = (
-                        x.q[0, head, i * stride + s],
-                        x.k[0, head // 2, j * stride + stride - 1 - s],
-                    )
+                    query = x.q[0, head, i * stride + s]
+                    key = x.k[0, head // 2, j * stride + stride - 1 - s]
                     logits[j] += query @ key * x.scale / stride
             for j, mass in enumerate(logits.softmax(0)):
                 expected[i * stride // BLOCK, j * stride // BLOCK] += mass * stride / BLOCK

@@ -12,16 +12,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from msattn.kernels.common.block_bits import pack_blocks
 from msattn.kernels.testing import pool_over_blocks, visible
 from msattn.trainer.config import BlockSizes, GateConfig, SelectConfig
+from msattn.trainer.config.policies import CalibratedLayer, Threshold, TokenBudget, TopK
 from msattn.trainer.config.select import BASELINES
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods import selection as select
 from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks
+from msattn.trainer.methods.blocks import sparsity as share_unread
 from msattn.trainer.methods.gate.attn_gate import Gate, GateScores, pool_keys
 from msattn.trainer.methods.gate.question import QuestionScores
 from msattn.trainer.methods.gate.train import gate_thresholds
-from msattn.trainer.methods.selection import Selection
+from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.methods.thresholds import calibrate_blocks, shortest_row
 from msattn.trainer.methods.untrained.scores.a_shape import measure_spans
 from msattn.trainer.methods.untrained.scores.flashprefill import FlashPrefill
@@ -31,7 +34,7 @@ from msattn.trainer.methods.untrained.scores.quest import Quest
 from msattn.trainer.methods.untrained.scores.xattention import XAttention
 from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_model
 from tests.methods.gate.random_gates import noisy_gate, topical_tokens
-from tests.methods.layers import layer_inputs
+from tests.methods.layers import blocks_read, layer_inputs
 from tests.sparse import save
 
 SIZES = BlockSizes(64, 16)
@@ -155,7 +158,7 @@ def test_thresholds_read_the_share_of_the_keys_that_is_asked_for() -> None:
         read, seen = 0, 0
         for row in topical_tokens(4, 80, seed=2):
             for x in inputs_of_layers(model, row[None]):
-                read += selection.blocks(x)[0, :, :-1].sum().item()
+                read += blocks_read(selection, x)[0, :, :-1].sum().item()
                 seen += 4 * selection.candidates(x).visible[..., :-1, :].sum().item()
         assert read / seen == pytest.approx(0.4, abs=0.04)
 
@@ -291,5 +294,40 @@ def test_parts_of_the_heads_choose_what_all_of_them_do(
             whole = selection.blocks(x)
             with monkeypatch.context() as patch:
                 patch.setattr(select, "SCORE_BYTES", 1)
-                assert len([*selection._parts(x)]) == 2
+                assert len([*selection._parts(x, 1)]) == 2
                 assert torch.equal(selection.blocks(x), whole)
+
+
+@pytest.mark.parametrize("sizes", [(32, 16), (16, 16)])
+@pytest.mark.parametrize("scores", ["gate", "gate_question"])
+def test_gates_select_what_policies_select_from_their_scores(
+    scores: str, sizes: tuple[int, int]
+) -> None:
+    """In whole prompts and in chunks, with padding, and with the policy of earlier chunks."""
+    gate = noisy_gate(gate_config(block_size=sizes[0], key_block_size=sizes[1]), std=0.2)
+    ids, mask = left_padded(
+        [random_tokens(1, length, seed)[0] for seed, length in enumerate((160, 131, 20))]
+    )
+    best = (
+        Threshold(0.03),
+        TopK(0.6),
+        TokenBudget(80, sizes[1]),
+        CalibratedLayer(0.2, 1.5, -1, -0.5, 3),
+    )
+    for layer in inputs_of_layers(tiny_model(), ids, attention_mask=mask):
+        pooled = pool_keys(
+            gate.cfg.cached_pools, layer.k_nope, layer.k, block_size=sizes[1], start=layer.kv_start
+        )
+        last = {name: getattr(layer, name)[:, :, 64:] for name in ("q", "q_nope", "k_nope")}
+        chunk = replace(layer, **last, pooled_keys=pooled)
+        always = AlwaysRead(1, 1, dense_queries=10, short_rows=2)
+        for x, policy in itertools.product((layer, chunk, replace(chunk, ends_prompt=False)), best):
+            selection = Selection(policy, gate.scorer(scores), always, earlier=[TopK(0.7)] * 2)
+            wanted = selection.choose(selection.scorer(x), x)
+            assert torch.equal(selection.blocks(x), pack_blocks(wanted))
+            found, candidates = selection.blocks(x), selection.candidates(x)
+            assert share_unread(found, candidates) == share_unread(wanted, candidates)
+            bits, whole = (
+                selected_attention(x, chosen, selection.sizes) for chosen in (found, wanted)
+            )
+            assert torch.equal(bits.out, whole.out)

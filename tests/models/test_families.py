@@ -269,10 +269,8 @@ def test_gates_rotate_channels_as_the_model_does(family: str) -> None:
 @pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text", "glm4", "gpt_oss"])
 def test_rope_scaling_keeps_what_is_not_scaled(family: str) -> None:
     config, kind = tiny_config(family), "proportional" if family == "gemma4_text" else "linear"
-    before, sliding = (
-        inverse_frequencies(config)[0],
-        config.rope_parameters.get("sliding_attention"),
-    )
+    before = inverse_frequencies(config)[0]
+    sliding = config.rope_parameters.get("sliding_attention")
     scale_rope(config, {"rope_type": kind, "factor": 8.0})
     after, scaling = inverse_frequencies(config)
     embedding: Any = tiny_model(family, rope_parameters=config.rope_parameters).model.rotary_emb
@@ -296,10 +294,8 @@ def test_longrope_has_other_angles_in_long_sequences() -> None:
         "original_max_position_embeddings": 64,
     }
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, **factors}
-    model, ids = (
-        tiny_model("phi3", rope_parameters=rope, sliding_window=None),
-        random_tokens(1, 100),
-    )
+    model = tiny_model("phi3", rope_parameters=rope, sliding_window=None)
+    ids = random_tokens(1, 100)
     default, _ = inverse_frequencies(tiny_config("phi3"))
     torch.testing.assert_close(inverse_frequencies(model.config)[0], default / 4)
     assert Rotation.of(model.config, torch.device("cpu")) is None

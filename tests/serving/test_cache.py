@@ -121,10 +121,8 @@ def test_every_key_is_kept_once_after_any_operations(
             expected, kv_start = expected[value], kv_start[value]
             layer.reorder_cache(torch.LongTensor(value))
         elif name == "repeat" and len(expected) <= 2:
-            expected, kv_start = (
-                expected.repeat_interleave(value, 0),
-                kv_start.repeat_interleave(value),
-            )
+            expected = expected.repeat_interleave(value, 0)
+            kv_start = kv_start.repeat_interleave(value)
             layer.batch_repeat_interleave(value)
         elif name == "select":
             expected, kv_start = expected[value], kv_start[value]

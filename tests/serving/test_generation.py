@@ -103,11 +103,9 @@ def test_rows_of_a_batch_are_read_as_alone(dense_below: int, where: str) -> None
 @torch.no_grad()
 def test_pad_tokens_in_a_text_are_tokens(where: str) -> None:
     """Also those that an attached assistant generates; padding is what stands before a text."""
-    model, assistant, ids = (
-        tiny_model().to(where),
-        tiny_model(seed=1).to(where),
-        random_tokens(1, 50).to(where),
-    )
+    model = tiny_model().to(where)
+    assistant = tiny_model(seed=1).to(where)
+    ids = random_tokens(1, 50).to(where)
     plain = {"max_new_tokens": 20, "do_sample": False}
     given = model.generate(ids, **plain, attention_mask=torch.ones_like(ids))
     pad = int(given[0, 55])

@@ -93,10 +93,8 @@ def test_without_settings_a_selection_without_training_serves_some_layers() -> N
     config.sparse_attention_config = {
         "config_groups": {"group_0": {"algorithm": "skip_softmax", "targets": ["Attention"]}}
     }
-    model, ids = (
-        AutoModelForCausalLM.from_config(config, attn_implementation="msattn").eval(),
-        random_tokens(1, 240),
-    )
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="msattn").eval()
+    ids = random_tokens(1, 240)
     dense = tiny_model("gemma3_text")
     dense.load_state_dict(model.state_dict())
     copied = deepcopy(model)

@@ -68,10 +68,8 @@ def test_a_prompt_beyond_the_positions_is_refused() -> None:
 @torch.no_grad()
 def test_ids_masks_and_caches_of_another_shape() -> None:
     model, ids = tiny_model(), random_tokens(2, 40)
-    past, deeper = (
-        DynamicCache(config=model.config),
-        DynamicCache(config=tiny_config(num_hidden_layers=3)),
-    )
+    past = DynamicCache(config=model.config)
+    deeper = DynamicCache(config=tiny_config(num_hidden_layers=3))
     model(ids, past_key_values=past)
     inputs: dict[str, dict[str, Any]] = {
         "input_ids: 128 is no token; expected 0 to 127": {"input_ids": ids + 128 - ids.max()},

@@ -293,10 +293,8 @@ def test_an_attached_model(name: str | int, where: str) -> None:
     """
     model, router = (tiny_model(), name) if isinstance(name, str) else grouped(name)
     buckets = 1024 if isinstance(router, str) else router.num_buckets
-    model, rows = (
-        model.to(where),
-        [random_tokens(1, length, seed=length)[0] for length in (1, 63, 100)],
-    )
+    model = model.to(where)
+    rows = [random_tokens(1, length, seed=length)[0] for length in (1, 63, 100)]
     ids, mask = left_padded(rows)
     options: dict[str, Any] = {
         "qmodel": router,

@@ -99,10 +99,8 @@ def push(
             )
         present, ours = {sibling.rfilename for sibling in info.siblings or []}, {*PATHS}
         if MODEL_CONFIG in present:
-            artifacts, ours = (
-                {artifact.kind: artifact for artifact in artifacts.values()},
-                {path for path in PATHS if "/" in path},
-            )
+            artifacts = {artifact.kind: artifact for artifact in artifacts.values()}
+            ours = {path for path in PATHS if "/" in path}
             files = {
                 path: content
                 for path, content in _files(repository, artifacts).items()

@@ -89,8 +89,8 @@ def _artifacts(cfg: AnswerConfig) -> dict[str, str | Path | None]:
     if len(given) > 1:
         listed = ", ".join(f"artifacts.{kind}={chosen[kind]}" for kind in given)
         raise UserError(f"{listed}: expected one of them, since one router decodes")
-    found = given or [kind for kind in artifacts.ROUTER_KINDS if chosen[kind]]
-    return chosen | dict.fromkeys(set(artifacts.ROUTER_KINDS) - {*found[:1]})  # one router decodes
+    kinds = given or [kind for kind in artifacts.ROUTER_KINDS if chosen[kind]]
+    return chosen | dict.fromkeys(set(artifacts.ROUTER_KINDS) - {*kinds[:1]})  # one router decodes
 
 
 @contextmanager

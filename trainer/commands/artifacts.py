@@ -58,7 +58,7 @@ def configure(model: str, settings: Sequence[str]) -> None:
             f"on the Hub)"
         )
     files = ModelFiles(name, folder)
-    given = dict(_setting(each, folder, name) for each in settings)
+    given = dict(_setting(setting, folder, name) for setting in settings)
     with activity(name):
         own = {role: folder for role in ("gate", "qmodel") if given.get(role) == OWN}
         check_options(pretrained_config(files), artifact_options(given | own, name))
@@ -107,11 +107,9 @@ def import_gate(
     with activity(f"importing {source}"):
         gate = run(source, folder, overwrite=overwrite, finished_at=finished_at)
     cfg, shape = gate.cfg, gate.model_shape()
-    layers, blocks, pools = (
-        f"{shape['num_layers']} layers",
-        f"blocks of {cfg.block_size} tokens",
-        "+".join(cfg.k_pool),
-    )
+    layers = f"{shape['num_layers']} layers"
+    blocks = f"blocks of {cfg.block_size} tokens"
+    pools = "+".join(cfg.k_pool)
     if cfg.phase == "decode":
         what = (
             f"decode gates of {layers} and {shape['num_kv_heads']} key/value heads, {blocks}, "

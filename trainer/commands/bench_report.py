@@ -81,10 +81,8 @@ def table(rows: Sequence[BenchRow]) -> Table:
     for peer in dict.fromkeys(peer for row in timed for peer in row.times):
         columns[f"x {peer}"] = [_optional(row.times.get(peer), "{:.3g}") for row in timed]
     columns = {header: cells for header, cells in columns.items() if any(cells)}
-    heading, ours = (
-        f"{title(rows[0])}\n{LEGEND}" if rows else "",
-        [row.variant in OURS for row in timed],
-    )
+    heading = f"{title(rows[0])}\n{LEGEND}" if rows else ""
+    ours = [row.variant in OURS for row in timed]
     return filled(
         heading, columns, TEXT_COLUMNS, [row.length for row in timed], ours, sections=True
     )

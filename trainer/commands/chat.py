@@ -125,7 +125,7 @@ class Conversation:
             with attach(self.loaded.model, **self.options) as sparse:
                 self._generate(ids, clock, stop)
             text = tokenizer.decode(
-                [each for each in clock.tokens if each not in ends], skip_special_tokens=True
+                [token for token in clock.tokens if token not in ends], skip_special_tokens=True
             )
             if clock.tokens:  # otherwise the message was not read
                 self.messages = [*messages, {"role": "assistant", "content": text}]
@@ -187,10 +187,8 @@ def chat(cfg: GenerateConfig, prompt: str = "") -> None:
     loaded = served.model.load()
     with attach(loaded.model, **served.options):
         pass  # refuses artifacts that do not fit before the first message
-    conversation, console = (
-        Conversation(cfg, loaded, served.options),
-        Console(highlight=False, soft_wrap=True),
-    )
+    conversation = Conversation(cfg, loaded, served.options)
+    console = Console(highlight=False, soft_wrap=True)
     console.print(f"{describe(cfg, served)}. /help lists the commands.", style="dim", markup=False)
     # No lines about the time that the command has taken.
     with tracked(cfg, "generate", served) as tracker, report(lambda: ""):

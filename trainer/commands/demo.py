@@ -59,12 +59,12 @@ def demo(overrides: Sequence[str] = ()) -> Path:
     folder of the last step is returned.
     """
     chosen = _chosen_steps(overrides)
-    given = [each for each in overrides if not each.startswith(("steps=", "resume="))]
+    given = [override for override in overrides if not override.startswith(("steps=", "resume="))]
     arguments = {command: ["experiment=demo", *given] for command in chosen}
     if "eval" in chosen:
         arguments["eval"].insert(1, "eval=demo")
     # Reports a wrong override of any command before the first one runs.
-    resume = [each for each in overrides if each.startswith("resume=")]
+    resume = [override for override in overrides if override.startswith("resume=")]
     configs = {command: compose(command, [*words, *resume]) for command, words in arguments.items()}
     cfg = configs[chosen[0]]
     if (
@@ -114,11 +114,13 @@ def demo(overrides: Sequence[str] = ()) -> Path:
 
 def _chosen_steps(overrides: Sequence[str]) -> list[str]:
     """Returns the steps to run, in the order of :data:`STEPS`: those of ``steps=``, or all."""
-    given = "".join(each.removeprefix("steps=") for each in overrides if each.startswith("steps="))
+    given = "".join(
+        override.removeprefix("steps=") for override in overrides if override.startswith("steps=")
+    )
     names = re.findall(r"[^\s,\[\]]+", given)
     for name in names:
         one_of("steps", name, STEPS)
-    asked = any(each.startswith("steps=") for each in overrides)
+    asked = any(override.startswith("steps=") for override in overrides)
     require(bool(names) or not asked, "steps", given, f"expected one or more of {', '.join(STEPS)}")
     return [name for name in STEPS if name in names or not asked]
 
@@ -150,7 +152,7 @@ def _print_plan(cfg: Any, chosen: list[str], done: Finished, console: Console) -
     takes on this machine.
     """
     left = [command for command in chosen if command not in done.folders]
-    known = left and all(each.startswith(WITHOUT_EFFECT) for each in done.overrides)
+    known = left and all(override.startswith(WITHOUT_EFFECT) for override in done.overrides)
     seconds = _speed(cfg) if known else None
     times = {
         command: "" if seconds is None else f"about {duration(seconds * PASSES[command])}"

@@ -87,7 +87,9 @@ def _install(name: str) -> str:
         required = requires("msattn") or []
     except PackageNotFoundError:  # msattn runs from an unpacked tree
         required = []
-    requirement = next((each for each in required if re.match(rf"{name}\b", each)), name)
+    requirement = next(
+        (dependency for dependency in required if re.match(rf"{name}\b", dependency)), name
+    )
     return f"pip install '{requirement.partition(';')[0]}'"
 
 

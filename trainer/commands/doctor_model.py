@@ -100,9 +100,9 @@ def _dense(cfg: "GenerateConfig", config: "PreTrainedConfig", served: list[int])
     from msattn.trainer import models
 
     reasons: dict[str, list[int]] = {}
-    for each in models.attention_layers(config):
-        if each.kept is not None:
-            reasons.setdefault(each.kept, []).append(each.layer)
+    for attention in models.attention_layers(config):
+        if attention.kept is not None:
+            reasons.setdefault(attention.kept, []).append(attention.layer)
     for reason, layers in reasons.items():
         yield f"layers {_numbers(layers)}, each because {reason}"
     by_default = [

@@ -151,7 +151,7 @@ def topic_page(topic: str, commands: Iterable[str]) -> list[Section]:
             }
     if topic == "select":
         refusing = {
-            option: [each for each in using if option in COMMANDS[each].schema.refused]
+            option: [command for command in using if option in COMMANDS[command].schema.refused]
             for option in group_options()[topic]
         }
         for option, commands in refusing.items():

@@ -91,8 +91,8 @@ def keys_of(
                 | keys
             )
     groups = {
-        name: Group(name, {option: first_sentence(name, option) for option in found}, chosen[name])
-        for name, found in options.items()
+        name: Group(name, {option: first_sentence(name, option) for option in usable}, chosen[name])
+        for name, usable in options.items()
     }
     return CommandKeys(groups, keys)
 

@@ -109,10 +109,10 @@ def _errors_in_one_line(command: str, started: list[str], outputs: list[str]) ->
     except (UserError, HydraException):
         raise
     except (OSError, ValueError, AssertionError) as error:
-        found = disk_error(error, Path(*outputs), resumes=COMMANDS[command].resumes)
-        if found is None and started:
+        failure = disk_error(error, Path(*outputs), resumes=COMMANDS[command].resumes)
+        if failure is None and started:
             raise
-        raise found or UserError(
+        raise failure or UserError(
             f"hydra.*: a setting of Hydra's own is refused ({first_line(error)})"
         ) from error
 
@@ -168,9 +168,9 @@ def _check_points(hydra: Any, sweep: Any, command: str) -> None:
     points = split(parsed, max_batch_size=None)[0]
     if not points:
         empty = next(
-            each
-            for each in parsed
-            if each.is_sweep_override() and not any(each.sweep_string_iterator())
+            override
+            for override in parsed
+            if override.is_sweep_override() and not any(override.sweep_string_iterator())
         )
         raise UserError(
             f"--multirun: {shown(empty.input_line)}: no value; glob() is for the options of a group"
@@ -218,12 +218,12 @@ def _run_job(config: Any, *, command: str, arguments: dict[str, Any], started: l
     except TrainingDiverged as error:
         return UserError(str(error))
     except (MemoryError, RuntimeError, OSError) as error:
-        found = disk_error(error, cfg.folder, resumes=called.resumes) or _shortage(
+        failure = disk_error(error, cfg.folder, resumes=called.resumes) or _shortage(
             error, called.sizes
         )
-        if found is None:
+        if failure is None:
             raise
-        return found
+        return failure
 
 
 def _shortage(error: Exception, sizes: str) -> UserError | None:

@@ -53,21 +53,21 @@ def own_overrides(
     """
     for group, value in {"model": model, "data": data}.items():
         if value is not None and (
-            given := [each for each in overrides if each.startswith(f"{group}=")]
+            given := [override for override in overrides if override.startswith(f"{group}=")]
         ):
             raise UserError(f"--{group} {value} and {given[0]}: give one of the two")
-    found = []
+    added = []
     if model is not None:
-        found += (
+        added += (
             [f"model={model}"]
             if model in packaged_models()
             else _model_overrides(model, overrides, command)
         )
-    found += _on_cpu(command, found, overrides)
+    added += _on_cpu(command, added, overrides)
     if data is not None:
         text_files("--data", data)
-        found += ["data=text", f"data.path={_quoted(data)}"]
-    return found
+        added += ["data=text", f"data.path={_quoted(data)}"]
+    return added
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -91,7 +91,7 @@ def _model_overrides(model: str, overrides: Sequence[str], command: str) -> list
         name = f"{path.parent.name}-{name}".lstrip("-")
     name = re.sub(r"[^\w.-]+", "-", name).lower()
     sizes = sizes_for(positions) if isinstance(positions, int) else {}
-    given = {each.partition("=")[0] for each in overrides}
+    given = {override.partition("=")[0] for override in overrides}
     values = ", ".join(
         f"{name}={sizes[name]}"
         for name, key in KEYS.items()
@@ -114,7 +114,7 @@ def _on_cpu(command: str, of_model: Sequence[str], overrides: Sequence[str]) -> 
     The model is that of the overrides ``of_model``, or of ``model=``. The embedded model,
     experiments and sweeps over models have sizes of their own.
     """
-    given = dict(each.split("=", 1) for each in [*of_model, *overrides] if "=" in each)
+    given = dict(override.split("=", 1) for override in [*of_model, *overrides] if "=" in override)
     model, known = given.get("model", "tiny"), CPU_PRESETS.get(command, {})
     if (
         not known

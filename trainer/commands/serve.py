@@ -86,10 +86,8 @@ def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: s
     from msattn.trainer.serving.attach import attach
     from msattn.trainer.serving.engines.http.cache import check_limits
 
-    served, options = (
-        None if cfg.dense else find_served(cfg),
-        {"device": cfg.device, "dtype": cfg.dtype, "seed": cfg.seed},
-    )
+    served = None if cfg.dense else find_served(cfg)
+    options = {"device": cfg.device, "dtype": cfg.dtype, "seed": cfg.seed}
     described = served.model if served else models.describe(cfg.model, **options, dense=True)
     # the chat template renders a message, within limits of time and memory
     around_prompt(described.tokenizer, None)

@@ -30,24 +30,41 @@ SPARSITY = (
 
 
 class Candidates(Protocol):
-    """The blocks to select from, see :class:`msattn.trainer.methods.blocks.Candidates`."""
+    """The blocks to select from, see :class:`msattn.trainer.methods.blocks.RowCandidates`."""
 
-    visible: "Tensor"
-    always: "Tensor"
-
+    @property
+    def visible(self) -> "Tensor": ...
+    @property
+    def always(self) -> "Tensor": ...
     def share(self, share: float) -> "Tensor": ...
     def number(self, blocks: int) -> "Tensor": ...
     def best(self, scores: "Tensor", counts: "Tensor", **limit: float) -> "Tensor": ...
 
 
+class Best:
+    """A policy that selects the best blocks of each row, and those that reach a threshold.
+
+    ``rule(candidates)`` returns the number of the best blocks of each row and the arguments of the
+    threshold, as :func:`~msattn.kernels.best_blocks.best_blocks` takes them. With a gate's scores
+    :func:`~msattn.kernels.gate_blocks.gate_blocks` follows this rule, and the scores are not held.
+    """
+
+    def rule(self, candidates: Candidates) -> tuple["Tensor", dict[str, Any]]:
+        raise NotImplementedError
+
+    def __call__(self, scores: "Tensor", candidates: Candidates) -> "Tensor":
+        counts, limit = self.rule(candidates)
+        return candidates.best(scores, counts, **limit)
+
+
 @schema("select.")
-class TopK:
+class TopK(Best):
     """Selects the best blocks of each row, ``1 - sparsity`` of the visible ones."""
 
     sparsity: Sparsity = key(SPARSITY, default=0.5)
 
-    def __call__(self, scores: "Tensor", candidates: Candidates) -> "Tensor":
-        return candidates.best(scores, candidates.share(1 - self.sparsity))
+    def rule(self, candidates: Candidates) -> tuple["Tensor", dict[str, Any]]:
+        return candidates.share(1 - self.sparsity), {}
 
 
 @schema("select.")
@@ -62,7 +79,7 @@ class Calibrated:
 
 
 @dataclass(frozen=True)
-class CalibratedLayer:
+class CalibratedLayer(Best):
     """The policy ``calibrated`` of one layer.
 
     ``floor`` is the part of the top-k share, as a share of the visible blocks. The threshold of a
@@ -77,23 +94,23 @@ class CalibratedLayer:
     edge_exponent: float
     above: float
 
-    def __call__(self, scores: "Tensor", candidates: Candidates) -> "Tensor":
-        limit = {
+    def rule(self, candidates: Candidates) -> tuple["Tensor", dict[str, Any]]:
+        return candidates.share(self.floor), {
+            "threshold": self.scale,
             "exponent": self.exponent,
             "edge_exponent": self.edge_exponent,
             "above": self.above,
         }
-        return candidates.best(scores, candidates.share(self.floor), threshold=self.scale, **limit)
 
 
 @schema("select.")
-class Threshold:
+class Threshold(Best):
     """Selects every block whose row-normalised score is at least ``threshold``."""
 
     threshold: Sparsity = key("smallest row-normalized score that is read", default=0.002)
 
-    def __call__(self, scores: "Tensor", candidates: Candidates) -> "Tensor":
-        return candidates.best(scores, candidates.share(0.0), threshold=self.threshold)
+    def rule(self, candidates: Candidates) -> tuple["Tensor", dict[str, Any]]:
+        return candidates.share(0.0), {"threshold": self.threshold}
 
 
 @schema("select.")
@@ -113,7 +130,7 @@ class Nucleus:
 
 
 @schema("select.")
-class TokenBudget:
+class TokenBudget(Best):
     """Selects the best blocks of each row, of ``block_size`` keys each, that together hold
     ``tokens`` keys.
     """
@@ -124,8 +141,8 @@ class TokenBudget:
     )
     block_size: int = 64  # of the scores
 
-    def __call__(self, scores: "Tensor", candidates: Candidates) -> "Tensor":
-        return candidates.best(scores, candidates.number(max(1, self.tokens // self.block_size)))
+    def rule(self, candidates: Candidates) -> tuple["Tensor", dict[str, Any]]:
+        return candidates.number(max(1, self.tokens // self.block_size)), {}
 
 
 def _four_shares(shares: list[float]) -> list[float]:

@@ -188,10 +188,8 @@ def one_line(
             break
         accepts = {item.name: item.type for item in fields(kind)}
         known = known or [prefix + ".".join([*path[:depth], name]) for name in accepts]
-        kind, values = (
-            accepts.get(part),
-            values.get(part) if isinstance(values, Mapping) else getattr(values, part, None),
-        )
+        kind = accepts.get(part)
+        values = values.get(part) if isinstance(values, Mapping) else getattr(values, part, None)
     name = prefix + ".".join(path)
     match first["type"]:
         case "missing":
@@ -259,10 +257,8 @@ def accepted(kind: Any) -> str:
         elif isinstance(mark, Instance):
             text = mark.words
         elif isinstance(mark, Interval):
-            low, high = (
-                ("[", mark.ge) if mark.gt is None else ("(", mark.gt),
-                ("]", mark.le) if mark.lt is None else (")", mark.lt),
-            )
+            low = ("[", mark.ge) if mark.gt is None else ("(", mark.gt)
+            high = ("]", mark.le) if mark.lt is None else (")", mark.lt)
             text += f" in {low[0]}{_bound(low[1])}, {_bound(high[1])}{high[0]}"
         elif isinstance(mark, AfterValidator) and mark.func is _power_of_two:
             text = text.replace("an integer", "a power of two")

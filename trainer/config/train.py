@@ -95,10 +95,8 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        size, accepted = (
-            self.batch_size,
-            f"expected a multiple of train.micro_batch_size={self.micro_batch_size}",
-        )
+        size = self.batch_size
+        accepted = f"expected a multiple of train.micro_batch_size={self.micro_batch_size}"
         require(size % self.least_micro_batch == 0, "train.batch_size", size, accepted)
         accepted = f"expected at most train.steps={self.steps}"
         require(self.warmup_steps <= self.steps, "train.warmup_steps", self.warmup_steps, accepted)

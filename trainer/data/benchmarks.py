@@ -94,23 +94,24 @@ def read_hotpotqa(key: str, path: str) -> Questions:
     where = f"{key}={shown(path)}"
     asked = checked({"data": _json_of(key, path)}, _HotpotQA, where).data
     texts = [
-        [f"{title}\n{''.join(sentences)}" for title, sentences in each.context] for each in asked
+        [f"{title}\n{''.join(sentences)}" for title, sentences in question.context]
+        for question in asked
     ]
     documents = sorted({text for of_question in texts for text in of_question})
     number = {text: place for place, text in enumerate(documents)}
     questions = [
         DocumentQuestion(
-            each.question, [each.answer], [number[text] for text in dict.fromkeys(own)], []
+            question.question, [question.answer], [number[text] for text in dict.fromkeys(own)], []
         )
-        for each, own in zip(asked, texts, strict=True)
+        for question, own in zip(asked, texts, strict=True)
     ]
     return _questions(documents, questions, where)
 
 
-def _questions(documents: list[str], found: list[DocumentQuestion], where: str) -> Questions:
-    if not found:
+def _questions(documents: list[str], questions: list[DocumentQuestion], where: str) -> Questions:
+    if not questions:
         raise UserError(f"{where}: no question with an answer")
-    return Questions(documents, found)
+    return Questions(documents, questions)
 
 
 def _json_of(key: str, path: str) -> Any:

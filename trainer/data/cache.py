@@ -127,9 +127,9 @@ def _make_room(folder: Path, size: int) -> None:
         with suppress(FileNotFoundError):  # removed by another process
             status = file.stat()
             files.append((status.st_mtime_ns, status.st_size, file))
-    total = size + sum(each for _, each, _ in files)
-    for _, each, file in sorted(files):
+    total = size + sum(file_size for _, file_size, _ in files)
+    for _, file_size, file in sorted(files):
         if total <= MOST_BYTES:
             return
         file.unlink(missing_ok=True)
-        total -= each
+        total -= file_size

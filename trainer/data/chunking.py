@@ -135,10 +135,8 @@ def _identity(cfg: DataConfig, tokenizer: Any, heldout: bool, at_least: int | No
     """Returns everything that the tokens depend on, or None for a tokenizer in Python, whose rules
     are not known.
     """
-    backend, source = (
-        getattr(tokenizer, "backend_tokenizer", None),
-        source_identity(cfg, heldout=heldout),
-    )
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    source = source_identity(cfg, heldout=heldout)
     if backend is None or source is None:
         return None
     code = [file for file in sorted(Path(__file__).parent.rglob("*.py")) if file.name != "cache.py"]

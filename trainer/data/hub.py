@@ -42,8 +42,8 @@ def hub_identity(cfg: DataConfig) -> Any:
     if not files:
         return None
     return {
-        str(split): [[str(file) for file in found], found.origin_metadata]
-        for split, found in files.items()
+        str(split): [[str(file) for file in of_split], of_split.origin_metadata]
+        for split, of_split in files.items()
     }
 
 

@@ -26,10 +26,10 @@ def contains_answer(text: str, answer: str) -> bool:
     commas between thousands. Invisible characters do not count. An empty ``answer`` is in no text.
     """
     text, answer = normalized(text), normalized(answer)
-    numbers = [found.span() for found in NUMBER.finditer(text)]
+    numbers = [match.span() for match in NUMBER.finditer(text)]
     spans = (
-        (found.start(), found.start() + len(answer))
-        for found in re.finditer(f"(?={re.escape(answer)})", text)
+        (match.start(), match.start() + len(answer))
+        for match in re.finditer(f"(?={re.escape(answer)})", text)
     )
     return bool(answer) and any(
         _ends_word(text[start - 1 : start], answer[0])
@@ -42,7 +42,7 @@ def contains_answer(text: str, answer: str) -> bool:
 def normalized(text: str) -> str:
     """Returns a text in the form in which answers are compared."""
     plain = unicodedata.normalize("NFC", "".join(map(_plain, text))).translate(TYPOGRAPHIC)
-    plain = THOUSANDS.sub(lambda found: found[0].replace(",", ""), plain)
+    plain = THOUSANDS.sub(lambda match: match[0].replace(",", ""), plain)
     return " ".join(unicodedata.normalize("NFC", plain.casefold()).split())
 
 

@@ -67,16 +67,16 @@ def documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
 def plain_documents(cfg: DataConfig, *, heldout: bool) -> Iterator[Document]:
     """Yields the documents of :func:`documents` without needles."""
     if cfg.is_library:
-        found = _stdlib_documents(cfg.path)
+        all_documents = _stdlib_documents(cfg.path)
     elif cfg.source == "text":
-        found = local_documents(*_text_path(cfg, heldout), cfg.column)
+        all_documents = local_documents(*_text_path(cfg, heldout), cfg.column)
     else:
         split = cfg.heldout_split if heldout and cfg.heldout_split is not None else cfg.split
-        found = _hub_documents(cfg, split)
+        all_documents = _hub_documents(cfg, split)
     yield from (
-        _split(found, heldout=heldout)
+        _split(all_documents, heldout=heldout)
         if cfg.heldout_path is None and cfg.heldout_split is None
-        else found
+        else all_documents
     )
 
 
@@ -91,12 +91,14 @@ def source_identity(cfg: DataConfig, *, heldout: bool) -> Any | None:
         item.name: getattr(cfg, item.name) for item in fields(cfg) if item.name not in ignored
     }
     if cfg.source == "hub":
-        found = hub_identity(cfg)
+        identity = hub_identity(cfg)
     elif cfg.is_library:
-        found = [_file_identity(path) for path in _stdlib_files(cfg.path).values()]
+        identity = [_file_identity(path) for path in _stdlib_files(cfg.path).values()]
     else:
-        found = [_file_identity(path) for path in text_files(*_text_path(cfg, heldout))]
-    return None if found is None else {"settings": settings, "heldout": heldout, "found": found}
+        identity = [_file_identity(path) for path in text_files(*_text_path(cfg, heldout))]
+    return (
+        None if identity is None else {"settings": settings, "heldout": heldout, "found": identity}
+    )
 
 
 def _file_identity(path: Path) -> list[Any]:
@@ -111,10 +113,12 @@ def _text_path(cfg: DataConfig, heldout: bool) -> tuple[str, str]:
     return "data.path", str(cfg.path)
 
 
-def _split(found: Iterator[Document], *, heldout: bool) -> Iterator[Document]:
-    """Yields the training or the held-out documents of ``found``; neither split is empty."""
+def _split(all_documents: Iterator[Document], *, heldout: bool) -> Iterator[Document]:
+    """Yields the training or the held-out documents of ``all_documents``; neither split is
+    empty.
+    """
     first: list[Document] = []
-    for document in found:
+    for document in all_documents:
         first.append(document)
         if is_held_out(document.name) != is_held_out(first[0].name):
             break
@@ -126,7 +130,9 @@ def _split(found: Iterator[Document], *, heldout: bool) -> Iterator[Document]:
             yield end if heldout else Document(document.name, document.text[:cut])
         return
     yield from (
-        document for document in chain(first, found) if is_held_out(document.name) == heldout
+        document
+        for document in chain(first, all_documents)
+        if is_held_out(document.name) == heldout
     )
 
 
@@ -147,7 +153,7 @@ def _stdlib_documents(pattern: str | None) -> Iterator[Document]:
 def _stdlib_files(pattern: str | None) -> dict[str, Path]:
     """Returns the files of :func:`_stdlib_documents`, keyed by module name."""
     excluded = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3"}
-    root, paths, found = Path(sysconfig.get_path("stdlib")), list[Path](), {}
+    root, paths, modules = Path(sysconfig.get_path("stdlib")), list[Path](), {}
     for folder, inner, files in os.walk(root):
         inner[:] = set(inner) - excluded  # not searched: they may have many files
         paths += [Path(folder, file) for file in files if file.endswith(".py")]
@@ -155,12 +161,12 @@ def _stdlib_files(pattern: str | None) -> dict[str, Path]:
         parts = path.relative_to(root).with_suffix("").parts
         name = ".".join(parts)
         if excluded.isdisjoint(parts) and fnmatchcase(name, pattern or "*"):
-            found[name] = path
-    if not found:
+            modules[name] = path
+    if not modules:
         raise UserError(
             f"data.path={pattern}: no module of Python's standard library has a matching name"
         )
-    return found
+    return modules
 
 
 def local_documents(key: str, path: str, column: str = "text") -> Iterator[Document]:
@@ -239,9 +245,9 @@ def _parquet_rows(content: bytearray, column: str, where: str) -> Iterator[str]:
     try:
         schema = pyarrow.parquet.read_schema(pyarrow.BufferReader(content))
         if schema.names.count(column) != 1:
-            found = "several columns of this name" if column in schema.names else "no such column"
+            matches = "several columns of this name" if column in schema.names else "no such column"
             raise UserError(
-                f"data.column={column}: {where} has {found} (it has: {', '.join(schema.names)})"
+                f"data.column={column}: {where} has {matches} (it has: {', '.join(schema.names)})"
             )
         stored = schema.field(column).type
         kind = stored.value_type if types.is_dictionary(stored) else stored

@@ -15,7 +15,7 @@ from msattn.trainer.config import EvalRunConfig, SelectConfig
 from msattn.trainer.config.policies import Multiscale, own_keys
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.row import WINDOW, Setting
-from msattn.trainer.evaluate.task import record
+from msattn.trainer.evaluate.task import task_of
 from msattn.trainer.methods.base import CALIBRATED, DENSE, INDEPENDENT, ROPE, TOP_K, Method, Scorer
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.gate.attn_gate import Gate
@@ -232,14 +232,14 @@ class Compared:
         artifact of other weights.
         """
         for module in (
-            *(each.gate for each in self.block_selections),
-            *(each.router for each in self.bucket_routings),
+            *(selection.gate for selection in self.block_selections),
+            *(routing.router for routing in self.bucket_routings),
         ):
             if module is not None:
                 module.to(loaded.model.device)
         warnings = [
-            artifacts.check_model(each.manifest, loaded.fingerprint, strict=False)
-            for each in self.read
+            artifacts.check_model(artifact.manifest, loaded.fingerprint, strict=False)
+            for artifact in self.read
         ]
         return replace(self, notes=[*self.notes, *filter(None, warnings)])
 
@@ -249,8 +249,8 @@ class Compared:
         """
         kinds = (False, True) if wanted else (False,)
         routings = [
-            replace(each, independent=independent)
-            for each in self.bucket_routings
+            replace(routing, independent=independent)
+            for routing in self.bucket_routings
             for independent in kinds
         ]
         return replace(self, bucket_routings=routings)
@@ -287,20 +287,20 @@ def find_compared(cfg: EvalRunConfig, model: Described | Loaded) -> Compared:
     """
     paths, notes = _artifact_paths(cfg)
     manifests: dict[str, dict[str, Any]] = {}
-    found: list[tuple[_Path, Any]] = []
-    for each in paths:
-        module = artifacts.KINDS[each.kind].load(each.path)
+    modules: list[tuple[_Path, Any]] = []
+    for path in paths:
+        module = artifacts.KINDS[path.kind].load(path.path)
         assert module.artifact is not None
         artifacts.check_model(module.artifact.manifest, model.fingerprint, strict=False)
-        label = f"{each.kind} ({each.source})" if each.source else each.kind
-        manifests[label] = {"path": str(each.path), **module.artifact.manifest}
+        label = f"{path.kind} ({path.source})" if path.source else path.kind
+        manifests[label] = {"path": str(path.path), **module.artifact.manifest}
         if getattr(module, "routing_warning", None):
-            notes.append(f"{label} {each.path}: {module.routing_warning}")
-        found.append((each, module))
-    read = [module.artifact for _, module in found]
-    routings = _bucket_routings(cfg, found)
+            notes.append(f"{label} {path.path}: {module.routing_warning}")
+        modules.append((path, module))
+    read = [module.artifact for _, module in modules]
+    routings = _bucket_routings(cfg, modules)
     routings += _untrained_routings(cfg, routings, model.config)
-    return Compared(_block_selections(cfg, found), routings, manifests, notes, read)
+    return Compared(_block_selections(cfg, modules), routings, manifests, notes, read)
 
 
 class _Path(NamedTuple):
@@ -343,9 +343,9 @@ def _artifact_paths(cfg: EvalRunConfig) -> tuple[list[_Path], list[str]]:
 
 
 def _block_selections(
-    cfg: EvalRunConfig, found: list[tuple[_Path, Any]]
+    cfg: EvalRunConfig, modules: list[tuple[_Path, Any]]
 ) -> list[ComparedSelection]:
-    gates = [(path, module) for path, module in found if path.kind == "gate"]
+    gates = [(path, module) for path, module in modules if path.kind == "gate"]
     # Baselines select among the same blocks as the gate.
     sizes = (gates[0][1].cfg if gates else cfg.select).sizes.arguments
     methods = []
@@ -369,10 +369,10 @@ def _block_selections(
     ]
 
 
-def _bucket_routings(cfg: EvalRunConfig, found: list[tuple[_Path, Any]]) -> list[ComparedRouting]:
+def _bucket_routings(cfg: EvalRunConfig, modules: list[tuple[_Path, Any]]) -> list[ComparedRouting]:
     methods = []
     for kind in artifacts.ROUTER_KINDS:
-        for path, router in found:
+        for path, router in modules:
             if path.kind == kind:
                 method = router.method.of(*[ROPE] * router.rope, source=path.source)
                 methods.append(ComparedRouting.configured(method, router, cfg))
@@ -392,13 +392,13 @@ def _untrained_routings(
     like = trained[0] if trained else None
     buckets = like.router.num_buckets if like else cfg.model.presets.num_buckets
     layers = like.router.layers if like else models.served_layers(config)
-    found = []
+    routings = []
     for name in cfg.eval.routers:
         router = untrained_router(name).for_model(config, buckets, layers, cfg.seed)
         same = replace(like, method=router.method, router=router, keys=None) if like else None
-        found.append(same or ComparedRouting.configured(router.method, router, cfg))
-    return found
+        routings.append(same or ComparedRouting.configured(router.method, router, cfg))
+    return routings
 
 
 def reads(cfg: EvalRunConfig, kind: Literal["blocks", "routings"]) -> bool:
-    return any(kind in record(task).reads for task in cfg.eval.tasks)
+    return any(kind in task_of(task).reads for task in cfg.eval.tasks)

@@ -32,10 +32,8 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
     """Returns the interval of the mean of independent values; None for fewer than two values."""
     if len(values) < 2:
         return None
-    center, half = (
-        fmean(values),
-        student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values)),
-    )
+    center = fmean(values)
+    half = student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
     return center - half, center + half
 
 

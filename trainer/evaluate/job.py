@@ -16,7 +16,7 @@ from msattn.trainer.data.overlap import check_apart, check_heldout
 from msattn.trainer.data.sources import source_identity
 from msattn.trainer.evaluate.compared import Compared
 from msattn.trainer.evaluate.row import EvalRow, Setting
-from msattn.trainer.evaluate.task import record
+from msattn.trainer.evaluate.task import task_of
 from msattn.trainer.methods.base import Method
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.progress import Progress
@@ -42,7 +42,7 @@ class PartialRows:
             shutil.rmtree(folder, ignore_errors=True)
         self._parts = FinishedParts(folder, settings, resume=resume)
         notes = (self._parts.load(name)[1] for name in self._parts)
-        self._rows = {key: [_row(each) for each in rows] for key, rows in notes}
+        self._rows = {key: [_row(row) for row in rows] for key, rows in notes}
 
     def __len__(self) -> int:
         return sum(map(len, self._rows.values()))
@@ -81,13 +81,13 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """Model, configuration and methods of an evaluation; ``kept`` are the rows that were measured
-    before an interruption.
+    """Model, configuration and compared methods of an evaluation; ``kept`` are the rows that were
+    measured before an interruption.
     """
 
     loaded: Loaded
     cfg: EvalRunConfig
-    methods: Compared
+    compared: Compared
     progress: Progress
     kept: PartialRows
     # results of the tasks' ``prepare``, by task
@@ -101,28 +101,35 @@ class Job:
         """Returns the rows of each measurement of ``plan``, in order; rows on disk are not measured
         again.
         """
-        kept_rows = [None if each.key is None else self.kept.get(*each.key) for each in plan]
+        kept_rows = [
+            None if measurement.key is None else self.kept.get(*measurement.key)
+            for measurement in plan
+        ]
         advance = self.bar(
             title,
-            sum(each.steps for each, rows in zip(plan, kept_rows, strict=True) if rows is None),
+            sum(
+                measurement.steps
+                for measurement, rows in zip(plan, kept_rows, strict=True)
+                if rows is None
+            ),
         )
         done: list[EvalRow] = []
-        for each, rows in zip(plan, kept_rows, strict=True):
+        for measurement, rows in zip(plan, kept_rows, strict=True):
             if rows is None:
-                rows = each.measure(advance, done[0] if done else None)
-                if each.key is not None:
-                    self.kept.add(rows, *each.key)
+                rows = measurement.measure(advance, done[0] if done else None)
+                if measurement.key is not None:
+                    self.kept.add(rows, *measurement.key)
             done += rows
         return done
 
 
-def settings_of(cfg: EvalRunConfig, loaded: Loaded, found: Compared) -> dict[str, Any]:
+def settings_of(cfg: EvalRunConfig, loaded: Loaded, compared: Compared) -> dict[str, Any]:
     """Returns the settings that the rows of an evaluation depend on, with the names of the command
     line.
     """
     given = {key: value for key, value in asdict(cfg).items() if key not in CHANGEABLE}
     model = artifacts.identity(loaded.fingerprint) | given["model"]
-    hashes = {label: manifest["content_hash"] for label, manifest in found.manifests.items()}
+    hashes = {label: manifest["content_hash"] for label, manifest in compared.manifests.items()}
     device = {"device": loaded.model.device.type, "dtype": str(loaded.model.dtype)}
     return (
         given
@@ -165,7 +172,7 @@ def check_texts(cfg: EvalRunConfig) -> None:
 def reads_data(cfg: EvalRunConfig) -> bool:
     """Returns True if a task reads the held-out documents of ``cfg.data``."""
     return None in _haystacks(cfg).values() or any(
-        record(task).text in ("heldout", cfg.model.init) for task in cfg.eval.tasks
+        task_of(task).text in ("heldout", cfg.model.init) for task in cfg.eval.tasks
     )
 
 
@@ -174,11 +181,11 @@ def texts_hash(cfg: EvalRunConfig) -> str:
     haystacks = _haystacks(cfg)
     own = [cfg.data] if reads_data(cfg) and cfg.data.source != "hub" else []
     texts = [*own, *(_source(path) for path in haystacks.values() if path is not None)]
-    identities = [source_identity(each, heldout=True) for each in texts]
+    identities = [source_identity(text, heldout=True) for text in texts]
     named = [
         (task, key, getattr(getattr(cfg.eval, task), key))
         for task in cfg.eval.tasks
-        for key in record(task).files
+        for key in task_of(task).files
     ]
     files = [
         file for task, key, path in named if path for file in text_files(f"eval.{task}.{key}", path)
@@ -192,7 +199,7 @@ def _haystacks(cfg: EvalRunConfig) -> dict[str, str | None]:
     return {
         task: getattr(cfg.eval, task).haystack
         for task in cfg.eval.tasks
-        if record(task).text == "haystack"
+        if task_of(task).text == "haystack"
     }
 
 

@@ -19,12 +19,10 @@ SECONDS = "seconds"  # a format: milliseconds below one second
 SPEEDUP = "x "  # start of the columns of speed-ups
 # Columns of several tasks.
 SHARE, BOUNDS, RATIO = ("score", "{:.1%}"), ("interval", "{:.0%}"), ("ratio_to_dense", "{:.3f}")
-LENGTH, BATCH, RATE, NAME = (
-    ("length", "{:,}"),
-    ("batch", "{}"),
-    ("score", "{:.4g}"),
-    ("score_name", "{}"),
-)
+LENGTH = ("length", "{:,}")
+BATCH = ("batch", "{}")
+RATE = ("score", "{:.4g}")
+NAME = ("score_name", "{}")
 TOKENS, ERROR = {"tokens": LENGTH}, {"output error": ("output_error", "{:.4f}")}
 SPEEDUPS = {SPEEDUP: ("times_", "{:.2f}")}  # a column for each dense method
 
@@ -87,7 +85,8 @@ def task_module(name: str) -> Any:
     return import_module(f"msattn.trainer.evaluate.tasks.{name}")
 
 
-def record(name: str) -> Task:
+def task_of(name: str) -> Task:
+    """Returns the record of a task."""
     return task_module(name).TASK
 
 

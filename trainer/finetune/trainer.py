@@ -38,7 +38,7 @@ class GateTargets(NamedTuple):
     block map, detached.
     """
 
-    selected: Tensor  # [B, Hg, Tr, Tc], a bool mask, or uint8 zooms
+    selected: Tensor  # of Selection.blocks
     loss: Tensor
     gradients: tuple[Tensor, ...]  # gradients of the loss, one for each of the gate's parameters
 

@@ -62,30 +62,47 @@ def _visible(rows: RowSpan, num_keys: int, size: int) -> Tensor:
     return (starts <= rows.last[..., None])[:, None]
 
 
-class Candidates:
-    """Blocks of a layer that a policy selects from, bool ``[B | 1, 1, Tr, Tc]``.
+class RowCandidates:
+    """Blocks of a layer that a policy selects from: the first ones of each row block, of which it
+    must read the first ``sink_blocks`` and those from ``local`` on.
 
-    ``visible`` ones may be read; ``always`` are those among them that must be read, at least one in
-    each row that sees a key.
+    Only the numbers ``ends`` and ``local`` of each row are held, int32 ``[B | 1, 1, Tr, 1]``; masks
+    of the ``cols`` blocks, bool ``[B | 1, 1, Tr, Tc]``, are made when they are asked for.
     """
 
-    def __init__(self, visible: Tensor, always: Tensor) -> None:
-        self.visible, self.always = visible, always
+    def __init__(self, ends: Tensor, local: Tensor, sink_blocks: int, cols: int) -> None:
+        self.ends, self.local, self.sink_blocks, self.cols = ends, local, sink_blocks, cols
         self._counts: dict[float, Tensor] = {}
+
+    # A cached inference tensor could not be used in training.
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """The blocks that may be read."""
+        with torch.inference_mode(False):
+            return torch.arange(self.cols, device=self.ends.device) < self.ends
+
+    @cached_property
+    def always(self) -> Tensor:
+        """Those among them that must be read, at least one in each row that sees a key."""
+        with torch.inference_mode(False):
+            columns = torch.arange(self.cols, device=self.ends.device)
+            return self.visible & ((columns < self.sink_blocks) | (columns >= self.local))
 
     @cached_property
     def row_visible(self) -> Tensor:
         """Number of visible blocks of each row: int64 ``[B | 1, 1, Tr, 1]``."""
-        return self.visible.sum(-1, keepdim=True)
-
-    def rows(self, chosen: slice) -> "Candidates":
-        """Returns the candidates of some of the rows."""
-        return Candidates(self.visible[..., chosen, :], self.always[..., chosen, :])
+        return self.ends.long()
 
     @cached_property
     def num_visible(self) -> Tensor:
         """Number of visible blocks, at least 1: int64 scalar."""
         return self.row_visible.sum().clamp(min=1)
+
+    def rows(self, chosen: slice) -> "RowCandidates":
+        """Returns the candidates of some of the rows."""
+        ends, local = (x[:, :, chosen] for x in (self.ends, self.local))
+        return RowCandidates(ends, local, self.sink_blocks, self.cols)
 
     def share(self, share: float) -> Tensor:
         """Returns a share of the number of visible blocks of each row, rounded: int32
@@ -97,7 +114,7 @@ class Candidates:
 
     def number(self, blocks: int) -> Tensor:
         """Returns the same number of blocks for each row: int32 ``[B | 1, 1, Tr, 1]``."""
-        return torch.full_like(self.visible[..., :1], blocks, dtype=torch.int32)
+        return torch.full_like(self.row_visible, blocks, dtype=torch.int32)
 
     def best(self, scores: Tensor, counts: Tensor, **limit: Any) -> Tensor:
         """Selects the ``counts`` best blocks of each row, those that must be read first, and all
@@ -138,7 +155,7 @@ class _Captured(threading.local):
     keys and by settings.
     """
 
-    candidates: dict[tuple, Candidates] | None = None
+    candidates: dict[tuple, RowCandidates] | None = None
 
 
 _captured = _Captured()
@@ -156,7 +173,7 @@ def shared_by_layers() -> Iterator[None]:
 
 def candidate_blocks(
     x: "LayerInputs", sizes: BlockSizes, always: AlwaysRead = SINK_AND_LOCAL
-) -> Candidates:
+) -> RowCandidates:
     """Returns the visible blocks, of which the diagonal ones and those in ``always`` must be read.
 
     Without padding the result depends only on shapes. It is then cached for the other layers,
@@ -182,31 +199,24 @@ def _candidate_blocks(
     always: AlwaysRead,
     device: torch.device,
     kv_start: Tensor | None = None,
-) -> Candidates:
+) -> RowCandidates:
     """Computes the result of :func:`candidate_blocks` without a cache.
 
     Diagonal blocks hold the row block's own tokens: ``sizes.ratio`` per row, or one more if its
     queries start inside a column block. Every query sees a key in them.
     """
     rows = row_span(num_queries, num_keys, sizes.queries, kv_start, device)
-    visible = _visible(rows, num_keys, sizes.keys)
-    ends = torch.arange(sizes.keys, num_keys + sizes.keys, sizes.keys, device=device)
-    required = (
-        visible & (ends + always.local_blocks * sizes.queries > rows.first[..., None])[:, None]
-    )
-    sink = slice(always.sink_blocks * sizes.ratio)
-    required[..., sink] = visible[..., sink]
+    ends = (rows.last + sizes.keys) // sizes.keys  # 0 for an empty row
+    local = (rows.first - always.local_blocks * sizes.queries).clamp(min=0) // sizes.keys
     if always.dense_queries:
         is_dense = rows.last > rows.last.amax(1, keepdim=True) - always.dense_queries
-        required |= visible & is_dense[:, None, :, None]
+        local = local.masked_fill(is_dense, 0)
     if always.short_rows:
-        seen = visible.sum(-1, keepdim=True)
-        required |= (
-            visible
-            & (seen <= always.short_rows * sizes.ratio)
-            & (SHORT_PART * seen <= seen.amax(2, keepdim=True))
-        )
-    return Candidates(visible, required)
+        is_short = ends <= always.short_rows * sizes.ratio
+        is_short &= SHORT_PART * ends <= ends.amax(1, keepdim=True)
+        local = local.masked_fill(is_short, 0)
+    ends, local = (x.int()[:, None, :, None] for x in (ends, local))
+    return RowCandidates(ends, local, always.sink_blocks * sizes.ratio, -(-num_keys // sizes.keys))
 
 
 _cached_blocks = lru_cache(maxsize=4)(_candidate_blocks)
@@ -245,15 +255,15 @@ def aligned_blocks(x: Tensor, start: Tensor | None, block_size: int) -> Tensor:
     return x.unflatten(2, (blocks, block_size))
 
 
-def sparsity(selected: Tensor, candidates: Candidates, total: Tensor | None = None) -> Tensor:
+def sparsity(selected: Tensor, candidates: RowCandidates, total: Tensor | None = None) -> Tensor:
     """Returns the share of the causally visible blocks that is not read, or adds it to ``total``: a
     float64 scalar.
 
-    ``selected`` is bool ``[B, H, Tr, Tc]``, or uint8 zooms of that shape: a block at zoom z counts
-    as 1 / z of a block.
+    ``selected`` is bool ``[B, H, Tr, Tc]``, uint8 zooms of that shape (a block at zoom z counts as
+    1 / z of a block), or the bits of a mask, int32 ``[B, H, Tr, ceil(Tc / 32)]``.
     """
     total = selected.new_zeros((), dtype=torch.float64) if total is None else total
-    copies = selected.numel() // candidates.visible.numel()
+    copies = selected.shape[0] * selected.shape[1] // candidates.row_visible.shape[0]
     add_share_left_out(total, selected, candidates.num_visible, copies)
     return total
 

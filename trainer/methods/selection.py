@@ -9,7 +9,7 @@ synchronizes with the device.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,20 +17,25 @@ from torch import Tensor
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.multiscale_attention import multiscale_attention
 from msattn.kernels.types import SparseAttention
-from msattn.trainer.config.policies import CalibratedLayer, TokenBudget, TopK
+from msattn.trainer.config.policies import Best, CalibratedLayer, TokenBudget, TopK
 from msattn.trainer.config.select import SelectConfig
 from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.base import Scorer
-from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, Candidates, candidate_blocks
+from msattn.trainer.methods.base import GateScorer, Scorer
+from msattn.trainer.methods.blocks import (
+    SINK_AND_LOCAL,
+    AlwaysRead,
+    RowCandidates,
+    candidate_blocks,
+)
 from msattn.trainer.methods.thresholds import SHORT_ROWS, BlockThresholds, shortest_row
 from msattn.trainer.methods.untrained import untrained_scorer
 from msattn.trainer.models.layer_attention import LayerInputs, score_options, with_sinks
 
-SCORE_BYTES = 2**30  # of block scores in memory at once
+SCORE_BYTES = 2**30  # of block scores or projected keys in memory at once
 OWN_ALWAYS = ("sink_blocks", "local_blocks")  # what a gate records of AlwaysRead
-Policy = Callable[[Tensor, Candidates], Tensor]  # see msattn.trainer.config.policies
+Policy = Callable[[Tensor, RowCandidates], Tensor]  # see msattn.trainer.config.policies
 
 
 @dataclass(frozen=True)
@@ -62,11 +67,13 @@ class Selection:
     @property
     def gate(self) -> Any:
         """The gate whose scores are used; None for other scores."""
-        return getattr(self.scorer, "gate", None)
+        return self.scorer.gate if isinstance(self.scorer, GateScorer) else None
 
     def needs_keys(self, x: LayerInputs) -> bool:
         """Returns True if the scores of a pass need every key; gates may need only pooled keys."""
-        return self.gate is None or (x.ends_prompt and cast(Any, self.scorer).last_chunk_needs_keys)
+        if not isinstance(self.scorer, GateScorer):
+            return True
+        return x.ends_prompt and self.scorer.last_chunk_needs_keys
 
     @classmethod
     def from_config(
@@ -113,22 +120,29 @@ class Selection:
         )
 
     def blocks(self, x: LayerInputs) -> Tensor:
-        """Returns the blocks of a layer to read, a mask or zooms ``[B, Hq | Hkv, Tr, Tc]``.
+        """Returns the blocks of a layer to read: a mask ``[B, Hq | Hkv, Tr, Tc]`` or its bits, or
+        zooms.
 
-        Every row that sees a key reads at least one block.
+        Every row that sees a key reads at least one block. The scores of a gate are not held where
+        the policy selects the best blocks.
         """
-        parts = [self.choose(self.scorer(part), part) for part in self._parts(x)]
+        policy, candidates = self._policy(x), self.candidates(x)
+        held = -(-x.num_queries // self.sizes.queries)
+        if isinstance(policy, Best) and isinstance(self.scorer, GateScorer):
+            rule = policy.rule(candidates)
+            if x.q.is_cuda:  # the kernels hold projected and mean keys, the reference scores
+                held = 2 * x.q.shape[3]
+            parts = [self.scorer.select(part, candidates, *rule) for part in self._parts(x, held)]
+        else:
+            parts = [policy(self.scorer(part), candidates) for part in self._parts(x, held)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
-    def _parts(self, x: LayerInputs) -> Iterator[LayerInputs]:
-        """Yields the inputs of as many heads at a time as have scores of at most ``SCORE_BYTES``,
-        or those of all heads.
+    def _parts(self, x: LayerInputs, held: int) -> Iterator[LayerInputs]:
+        """Yields the inputs of as many heads at a time as hold at most ``SCORE_BYTES``, ``held``
+        numbers of each block of keys, or those of all heads.
         """
-        kv_heads, scored = (
-            x.k.shape[1],
-            4 * len(x.q) * x.q.shape[1] * -(-x.num_queries // self.sizes.queries),
-        )
-        scored *= -(-x.num_keys // self.sizes.keys)
+        kv_heads = x.k.shape[1]
+        scored = 4 * len(x.q) * x.q.shape[1] * held * -(-x.num_keys // self.sizes.keys)
         number = next(
             (n for n in range(1, kv_heads) if kv_heads % n == 0 and scored <= n * SCORE_BYTES),
             kv_heads,
@@ -140,14 +154,15 @@ class Selection:
             yield x.of_heads(slice(first, first + kv_heads // number))
 
     def choose(self, scores: Tensor, x: LayerInputs) -> Tensor:
-        """Returns the result of :meth:`blocks` for given scores, so that several policies can share
-        them.
-        """
-        policy = self.policy if x.ends_prompt or self.earlier is None else self.earlier
-        policy = policy[x.layer] if isinstance(policy, Sequence) else policy
-        return policy(scores, self.candidates(x))
+        """Returns a mask or zooms for given scores, so that several policies can share them."""
+        return self._policy(x)(scores, self.candidates(x))
 
-    def candidates(self, x: LayerInputs) -> Candidates:
+    def _policy(self, x: LayerInputs) -> Policy:
+        """Returns the policy of a layer in a pass."""
+        policy = self.policy if x.ends_prompt or self.earlier is None else self.earlier
+        return policy[x.layer] if isinstance(policy, Sequence) else policy
+
+    def candidates(self, x: LayerInputs) -> RowCandidates:
         """Returns the blocks to select from."""
         always = self.always if x.ends_prompt else self.always._replace(dense_queries=0)
         return candidate_blocks(x, self.sizes, always)
@@ -217,15 +232,17 @@ def _calibrated(
 def selected_attention(x: LayerInputs, selected: Tensor, sizes: BlockSizes) -> SparseAttention:
     """Computes the attention of a layer over the selected blocks.
 
-    ``selected [B | 1, Hq | Hkv | 1, Tr, Tc]`` is a bool block mask for ``block_sparse_attention``,
-    or uint8 zooms for ``multiscale_attention``.
+    ``selected [B | 1, Hq | Hkv | 1, Tr, Tc]`` is a bool block mask or its bits for
+    ``block_sparse_attention``, or uint8 zooms for ``multiscale_attention``.
     """
-    if selected.dtype == torch.bool:
+    if selected.dtype == torch.uint8:
         return with_sinks(
             x,
-            block_sparse_attention(x.q, x.k, x.v, selected, **sizes.arguments, **score_options(x)),
+            multiscale_attention(
+                x.q, x.k, x.v, selected, block_size=sizes.queries, **score_options(x)
+            ),
         )
     return with_sinks(
         x,
-        multiscale_attention(x.q, x.k, x.v, selected, block_size=sizes.queries, **score_options(x)),
+        block_sparse_attention(x.q, x.k, x.v, selected, **sizes.arguments, **score_options(x)),
     )

@@ -88,11 +88,11 @@ def _not_whole(files: ModelFiles, name: str) -> UserError:
 
 def _regular(files: ModelFiles, name: str) -> Path:
     """Returns the path of a weight file, which may be a link to anywhere."""
-    found = files.locate(name)
-    if found is None:
+    path = files.locate(name)
+    if path is None:
         raise UserError(f"{files.name}: {name} is missing")
-    check_regular(found, f"{files.name}: {name}")
-    return found
+    check_regular(path, f"{files.name}: {name}")
+    return path
 
 
 def check_loaded(files: ModelFiles, model: "PreTrainedModel", info: Mapping[str, Any]) -> None:
@@ -101,9 +101,9 @@ def check_loaded(files: ModelFiles, model: "PreTrainedModel", info: Mapping[str,
     """
     if missing := sorted(info["missing_keys"]):  # transformers initialized them at random
         raise UserError(f"{files.name}: the checkpoint has no weights for {', '.join(missing[:3])}")
-    for name, found, expected in sorted(info["mismatched_keys"]):
+    for name, shape, expected in sorted(info["mismatched_keys"]):
         raise UserError(
-            f"{files.name}: {name} has the shape {list(found)}, by its configuration it is "
+            f"{files.name}: {name} has the shape {list(shape)}, by its configuration it is "
             f"{list(expected)}"
         )
     left_over = sorted(info["unexpected_keys"])
@@ -123,8 +123,8 @@ def is_quantized(config: "PreTrainedConfig") -> bool:
 
 def _parts(files: ModelFiles, index: str) -> list[str]:
     """Returns the names of the files in an index."""
-    found = files.json(index)
-    return sorted(set(checked(found or {}, Index, f"{files.name}: {index}").weight_map.values()))
+    document = files.json(index)
+    return sorted(set(checked(document or {}, Index, f"{files.name}: {index}").weight_map.values()))
 
 
 def _check_headers(files: ModelFiles, parts: list[Path], quantized: bool) -> None:

@@ -160,6 +160,6 @@ class Architecture:
         for key in ("num_experts_per_tok", "moe_topk"):
             used = getattr(self, key)
             if experts is not None and any(
-                each > experts for each in (used if isinstance(used, list) else [used or 0])
+                count > experts for count in (used if isinstance(used, list) else [used or 0])
             ):
                 raise ValueError(f"{key}={used}: there are {experts} experts")

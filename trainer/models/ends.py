@@ -34,15 +34,17 @@ def unite_end_tokens(
     """
     config = text_config(config)
     # Models with code of their own may lack it.
-    of_configs = (getattr(each, "eos_token_id", None) for each in (generation, config))
+    of_configs = (
+        getattr(configuration, "eos_token_id", None) for configuration in (generation, config)
+    )
     named = (*of_configs, tokenizer.eos_token_id, *of_template)
     # -1 in old files: none
-    found = [token for each in named for token in _listed(each) if 0 <= token < config.vocab_size]
-    ends = sorted({*found})
+    tokens = [token for ids in named for token in _listed(ids) if 0 <= token < config.vocab_size]
+    ends = sorted({*tokens})
     if generation is not None:
         generation.eos_token_id = ends[0] if len(ends) == 1 else ends or None
     if tokenizer.eos_token is None:
-        tokenizer.eos_token = next(filter(None, map(tokenizer.convert_ids_to_tokens, found)), None)
+        tokenizer.eos_token = next(filter(None, map(tokenizer.convert_ids_to_tokens, tokens)), None)
 
 
 def _listed(tokens: Any) -> list[int]:

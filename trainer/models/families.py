@@ -17,12 +17,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
-FULL, SLIDING, CHUNKED, LINEAR = (
-    "full_attention",
-    "sliding_attention",
-    "chunked_attention",
-    "linear_attention",
-)
+FULL = "full_attention"
+SLIDING = "sliding_attention"
+CHUNKED = "chunked_attention"
+LINEAR = "linear_attention"
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Family:
                 (heads * size, (queries.shape[-1] + heads * size) // 2), dim=-1
             )
         q_nope, k_nope = (
-            each.reshape(batch, tokens, -1, size).transpose(1, 2) for each in (queries, keys)
+            states.reshape(batch, tokens, -1, size).transpose(1, 2) for states in (queries, keys)
         )
         return q_nope, k_nope
 
@@ -99,7 +97,7 @@ class Family:
             return cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)
         if self.interleaved:
             half = cos.shape[-1] // 2
-            cos, sin = (each[..., :half].repeat_interleave(2, dim=-1) for each in (cos, sin))
+            cos, sin = (values[..., :half].repeat_interleave(2, dim=-1) for values in (cos, sin))
         return cos, sin
 
 
@@ -186,13 +184,13 @@ def attention_layers(config: "PreTrainedConfig") -> list[LayerAttention]:
     rotates = getattr(config, "no_rope_layers", None) or [True] * num_layers(config)
     own_keys = num_layers(config) - (getattr(config, "num_kv_shared_layers", None) or 0)
     kept = [_kept(config, kind, rotates[i]) for i, kind in enumerate(layer_kinds(config))]
-    kept[own_keys:] = [each or "it reads the keys of another layer" for each in kept[own_keys:]]
+    kept[own_keys:] = [reason or "it reads the keys of another layer" for reason in kept[own_keys:]]
     return [LayerAttention(i, bool(rotates[i]), reason) for i, reason in enumerate(kept)]
 
 
 def served_layers(config: "PreTrainedConfig") -> list[int]:
     """Returns the indices of the layers that may be sparse."""
-    return [each.layer for each in attention_layers(config) if each.kept is None]
+    return [attention.layer for attention in attention_layers(config) if attention.kept is None]
 
 
 def layer_kinds(config: "PreTrainedConfig") -> list[str]:
@@ -407,8 +405,8 @@ def refusal(config: Any) -> str | None:
             "read"
         )
     # "vision": only for images
-    if (found := getattr(config, "use_bidirectional_attention", None)) and found != "vision":
-        return f"use_bidirectional_attention={found!s:.20}: expected causal attention"
+    if (scope := getattr(config, "use_bidirectional_attention", None)) and scope != "vision":
+        return f"use_bidirectional_attention={scope!s:.20}: expected causal attention"
     if not getattr(config, "is_causal", True):
         return "is_causal=False: expected causal attention"
     return None

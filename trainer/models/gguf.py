@@ -265,17 +265,21 @@ def _check_packages(where: str) -> None:
         )
 
 
-def _llama3_rope(found: torch.Tensor, base: float, where: str) -> dict[str, Any]:
-    """Returns the parameters of Llama 3.1's RoPE, if the divisors ``found`` in the file are those
-    of it.
+def _llama3_rope(divisors: torch.Tensor, base: float, where: str) -> dict[str, Any]:
+    """Returns the parameters of Llama 3.1's RoPE, if the ``divisors`` in the file are those of
+    it.
     """
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    scaling = {"rope_type": "llama3", "factor": found.max().item(), **LLAMA3}
-    config = LlamaConfig(head_dim=2 * len(found), rope_parameters={**scaling, "rope_theta": base})
-    plain = base ** -(torch.arange(len(found)) / len(found))
-    if not torch.allclose(plain / found, LlamaRotaryEmbedding(config).inv_freq, rtol=1e-3, atol=0):
+    scaling = {"rope_type": "llama3", "factor": divisors.max().item(), **LLAMA3}
+    config = LlamaConfig(
+        head_dim=2 * len(divisors), rope_parameters={**scaling, "rope_theta": base}
+    )
+    plain = base ** -(torch.arange(len(divisors)) / len(divisors))
+    if not torch.allclose(
+        plain / divisors, LlamaRotaryEmbedding(config).inv_freq, rtol=1e-3, atol=0
+    ):
         raise UserError(f"{where}: {ROPE_FACTORS} has frequencies of another RoPE than Llama 3.1's")
     return scaling
 

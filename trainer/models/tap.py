@@ -108,10 +108,8 @@ class _LayerTap(NotCopied):
     ) -> tuple[tuple, dict[str, Any]]:
         self.current.position_embeddings = kwargs["position_embeddings"]
         self.current.position_ids = kwargs.get("position_ids")
-        self.current.past_key_values, self.current.pages = (
-            kwargs.get("past_key_values"),
-            kwargs.get(PAGES),
-        )
+        self.current.past_key_values = kwargs.get("past_key_values")
+        self.current.pages = kwargs.get(PAGES)
         # transformers forwards unknown keywords to the attention function
         return args, {**kwargs, TAP: self}
 

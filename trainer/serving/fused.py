@@ -116,11 +116,9 @@ class FusedAttention(_Fused):
 
     def _is_prompt(self, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
         """Returns True if this pass supports several tokens after those in a cache."""
-        cache, cos, mask = (
-            kwargs.get("past_key_values"),
-            kwargs["position_embeddings"][0],
-            kwargs.get("attention_mask"),
-        )
+        cache = kwargs.get("past_key_values")
+        cos = kwargs["position_embeddings"][0]
+        mask = kwargs.get("attention_mask")
         device = hidden.device.type
         if (
             cache is None

@@ -87,10 +87,8 @@ def _checked_ids(decoder: Any, ids: Any, cached: int) -> Tensor:
         "int64 [batch, tokens], one token or more"
         + (f" after {cached} cached ones" if cached else ""),
     )
-    decodes, captures = (
-        cached > 0 and ids.shape[1] == 1,
-        ids.is_cuda and torch.cuda.is_current_stream_capturing(),
-    )
+    decodes = cached > 0 and ids.shape[1] == 1
+    captures = ids.is_cuda and torch.cuda.is_current_stream_capturing()
     if ids.device.type == "cpu" or not (decodes or captures):
         lowest, highest = torch.stack(ids.aminmax()).tolist()  # one synchronization with the device
         size = decoder.config.vocab_size

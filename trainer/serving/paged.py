@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from msattn.kernels.common.block_checks import mask_layout
 from msattn.kernels.paged import (
     paged_block_sparse_attention,
     paged_bucket_decode,
@@ -256,7 +257,8 @@ class PagedAttention:
                 chosen.append(selection.blocks(sequence))
                 self.statistics.add_selected(x.layer, chosen[-1], selection.candidates(sequence))
             keys = prompts.table.shape[1] * current.state.page_size
-            mask = _joined(chosen, -(-most // sizes.queries), -(-keys // sizes.keys))
+            _, columns = mask_layout(chosen[0], keys, sizes.keys)
+            mask = _joined(chosen, -(-most // sizes.queries), columns)
         else:
             for item in prompts.items:
                 self.statistics.add_dense(x.layer, self._decided(current.state, item).dense_reason)
@@ -363,7 +365,7 @@ def _placeholder(like: Tensor, batch: int, heads: int, keys: int) -> Tensor:
 
 
 def _joined(masks: Sequence[Tensor], rows: int, columns: int) -> Tensor:
-    """Returns the masks of several sequences as one, bool ``[B, H, rows, columns]``."""
+    """Returns the masks of several sequences, or their bits, as one ``[B, H, rows, columns]``."""
     joined = masks[0].new_zeros(len(masks), masks[0].shape[1], rows, columns)
     for own, mask in zip(joined, masks, strict=True):
         own[:, : mask.shape[2], : mask.shape[3]] = mask[0]

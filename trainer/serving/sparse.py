@@ -76,10 +76,8 @@ class Sparse(NotCopied):
             ``selection_s``, ``attention_s``: total seconds of selection and of attention (with
             ``measure_time``).
         """
-        prefill, decoding = (
-            self.statistics.mean("prefill_recall"),
-            self.statistics.mean("decode_recall"),
-        )
+        prefill = self.statistics.mean("prefill_recall")
+        decoding = self.statistics.mean("decode_recall")
         measured = [value for value in (prefill, decoding) if value is not None]
         (mean, by_layer), counts = self.statistics.sparsity(), self.statistics.counts
         return SparseStats(

@@ -148,11 +148,9 @@ class DecodingSteps(NotCopied):
         The mask, which has the padding, is on the device. In order not to wait for it, the step is
         launched with the padding of the step before, and run again if the mask has another one.
         """
-        length, mask, step = (
-            cache.get_seq_length(),
-            arguments.get("attention_mask"),
-            self._steps.get(cache),
-        )
+        length = cache.get_seq_length()
+        mask = arguments.get("attention_mask")
+        step = self._steps.get(cache)
         if mask is not None and not (
             isinstance(mask, Tensor) and mask.shape == (len(_tokens(inputs)), length + 1)
         ):
@@ -197,10 +195,8 @@ class DecodingSteps(NotCopied):
         rebuilt first.
         """
         length, step = cache.get_seq_length(), self._steps.get(cache)
-        layers, until_routed = (
-            cache.layers,
-            self.sparse.dispatch.tokens_until_routed(length + 1, len(_tokens(inputs))),
-        )
+        layers = cache.layers
+        until_routed = self.sparse.dispatch.tokens_until_routed(length + 1, len(_tokens(inputs)))
         indexed = [] if until_routed else self.sparse.bucket_layers(cache)
         if any(layer.rebuild_due(1) for layer in indexed):
             return None
@@ -291,10 +287,8 @@ class DecodingSteps(NotCopied):
             step.refused = True
             self._warn(reason)
             return
-        capacity, took = (
-            arguments["past_key_values"].layers[0].key_buffer.capacity,
-            time.monotonic() - began,
-        )
+        capacity = arguments["past_key_values"].layers[0].key_buffer.capacity
+        took = time.monotonic() - began
         logger.info(
             f"decoding: captured a CUDA graph in {took:.2f} s (batch {step.batch}, {capacity:,} "
             f"positions)"

@@ -156,13 +156,13 @@ def _check_plain(value: Any, where: str, depth: int) -> None:
     if depth > MAX_DEPTH:
         raise UserError(f"{where} nests deeper than {MAX_DEPTH} levels")
     if isinstance(value, dict):
-        for key, each in value.items():
+        for key, item in value.items():
             if not isinstance(key, str):
                 raise UserError(f"{where} has the key {key!r:.40}, expected strings")
-            _check_plain(each, where, depth + 1)
+            _check_plain(item, where, depth + 1)
     elif isinstance(value, list):
-        for each in value:
-            _check_plain(each, where, depth + 1)
+        for item in value:
+            _check_plain(item, where, depth + 1)
     elif isinstance(value, float) and not math.isfinite(value):
         # JSON's 1e999 is infinite
         raise UserError(f"{where} has the value {value}, expected finite numbers")

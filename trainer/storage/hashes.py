@@ -41,11 +41,11 @@ def first_difference(folder: Path, hashes: Mapping[str, str], *without: str) -> 
     """Returns a clause about the first file below ``folder`` that differs from ``hashes``, or None
     if all are as written.
     """
-    found = folder_hashes(folder, *without)
+    actual = folder_hashes(folder, *without)
     for name in sorted(hashes):
-        if name not in found:
+        if name not in actual:
             return f"{name} is missing"
-        if found[name] != hashes[name]:
+        if actual[name] != hashes[name]:
             return f"{name} is damaged"
     return None
 

@@ -127,9 +127,9 @@ class ModelFiles:
 
     def config(self) -> dict[str, Any]:
         """Returns ``config.json``; raises UserError if it is missing or damaged."""
-        found = self.json("config.json", required=True)
-        assert found is not None
-        return found
+        config = self.json("config.json", required=True)
+        assert config is not None
+        return config
 
     def error(self, error: BaseException) -> UserError:
         """Returns the UserError for a model whose files raise ``error``."""
@@ -184,14 +184,14 @@ def local_model(path: str, name: str) -> Path | None:
     if folder is None or any(os.path.lexists(folder / weights) for weights in WEIGHT_FILES):
         return folder
     files = (
-        sorted(each for each in folder.iterdir() if _is_gguf(each))
+        sorted(entry for entry in folder.iterdir() if _is_gguf(entry))
         if os.access(folder, os.R_OK | os.X_OK)
         else []
     )
     if len(files) > 1:
         raise UserError(
-            f"{name}: several GGUF files: {', '.join(each.name for each in files)}; give the path "
-            f"of one"
+            f"{name}: several GGUF files: {', '.join(entry.name for entry in files)}; give the "
+            f"path of one"
         )
     return files[0] if files else folder
 

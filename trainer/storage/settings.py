@@ -21,15 +21,15 @@ def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, An
     return flat
 
 
-def check_settings(what: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_settings(what: str, before: Mapping[str, Any], current: Mapping[str, Any]) -> None:
     """Raises UserError, with the first key and both values, if the settings of ``what`` differ from
-    those of ``now``.
+    those of ``current``.
     """
     # JSON turns tuples into lists
-    before, now = flat_settings(before), flat_settings(json.loads(json.dumps(now)))
-    for key in before | now:
-        if before.get(key) != now.get(key):
+    before, current = flat_settings(before), flat_settings(json.loads(json.dumps(current)))
+    for key in before | current:
+        if before.get(key) != current.get(key):
             raise UserError(
-                f"resume=true: {what} has {key}={before.get(key)}, not {now.get(key)}; "
+                f"resume=true: {what} has {key}={before.get(key)}, not {current.get(key)}; "
                 "use the same settings, or resume=false to start again"
             )

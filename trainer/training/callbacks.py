@@ -353,8 +353,8 @@ class TrainingCallback(TrainerCallback):
 
         def finish_step(number: int, frame: FrameType | None) -> None:
             self.signal = number
-            for each in STOP_SIGNALS:
-                signal.signal(each, previous_handlers[each])
+            for stop_signal in STOP_SIGNALS:
+                signal.signal(stop_signal, previous_handlers[stop_signal])
             if self.stop_consensus.single_rank:  # torchrun prints a message of its own
                 name = signal.Signals(number).name
                 with suppress(OSError):  # stderr is closed or full

@@ -103,10 +103,8 @@ def fit(
     previous = TrainingResult(0, 0.0, {}, {})
     if last is not None:
         marker = read_marker(last)
-        previous, train = (
-            marker.result,
-            replace(train, micro_batch_size=marker.settings[MICRO_BATCH]),
-        )
+        previous = marker.result
+        train = replace(train, micro_batch_size=marker.settings[MICRO_BATCH])
         if previous.steps >= train.steps:
             load_weights(module, last)
             return previous

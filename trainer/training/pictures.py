@@ -32,15 +32,15 @@ def draw_maps(
     grid = figure.subplots(len(maps), 3, squeeze=False)
     shown, image = {"norm": LogNorm(SMALLEST_SHARE, 1), "interpolation": "nearest"}, None
     for axes, ((layer, head), pictures) in zip(grid, maps.items(), strict=True):
-        for each, blocks in zip(axes, pictures, strict=True):
-            each.set(facecolor=INVISIBLE, xticks=[], yticks=[])
+        for panel, blocks in zip(axes, pictures, strict=True):
+            panel.set(facecolor=INVISIBLE, xticks=[], yticks=[])
             square = blocks.shape[1] / blocks.shape[0]  # also of blocks of fewer keys than queries
-            image = each.imshow(
+            image = panel.imshow(
                 blocks.clamp(min=SMALLEST_SHARE), cmap="viridis", aspect=square, **shown
             )
         axes[0].set_ylabel(f"layer {layer}, head {head}", fontsize=9)
-    for each, title in zip(grid[0], titles, strict=True):
-        each.set_title(title, fontsize=9)
+    for panel, title in zip(grid[0], titles, strict=True):
+        panel.set_title(title, fontsize=9)
     if image is not None:
         figure.colorbar(image, ax=grid, label="share of the row", shrink=0.5)
     return figure

@@ -52,13 +52,11 @@ def layer_inputs(seed: int = 0, layer: int = 0) -> LayerInputs:
     def draw(heads: int) -> Tensor:
         return torch.randn(1, heads, LENGTH, SIZE, generator=generator)
 
-    q, k, v, q_nope, k_nope = (
-        draw(HEADS * GROUP),
-        draw(HEADS),
-        draw(HEADS),
-        draw(HEADS * GROUP),
-        draw(HEADS),
-    )
+    q = draw(HEADS * GROUP)
+    k = draw(HEADS)
+    v = draw(HEADS)
+    q_nope = draw(HEADS * GROUP)
+    k_nope = draw(HEADS)
     flat = torch.ones(1, LENGTH, SIZE)
     return LayerInputs(layer, 2 * q, k, v, q_nope, k_nope, flat, flat, SIZE**-0.5, None, None)
 

@@ -73,10 +73,8 @@ def test_every_task_measures_every_router(trained: Path, text: str) -> None:
     assert len(rows) == len(by_name)
     for suffix in ("", ", independent"):  # one choice serves a query group anyway
         for setting in ("1 probe", f"{BLOCKS} probes"):
-            one, other = (
-                by_name["recall", "decode gate", setting],
-                by_name["recall", "decode gate" + suffix, setting],
-            )
+            one = by_name["recall", "decode gate", setting]
+            other = by_name["recall", "decode gate" + suffix, setting]
             assert other.score == pytest.approx(one.score)
             assert other.selectivity == pytest.approx(one.selectivity)
     names = ["decode gate", *(str(untrained_router(name).method) for name in ROUTERS)]
@@ -91,10 +89,8 @@ def test_every_task_measures_every_router(trained: Path, text: str) -> None:
     shares = [
         by_name["recall", "decode gate, calibrated", f"{share} % of far keys"] for share in (10, 40)
     ]
-    window, one = (
-        by_name["recall", str(WINDOW), "0 probes"],
-        by_name["recall", "decode gate", "1 probe"],
-    )
+    window = by_name["recall", str(WINDOW), "0 probes"]
+    one = by_name["recall", "decode gate", "1 probe"]
     reads = [row.selectivity or 1 for row in (window, *shares)]
     assert reads[0] < reads[1] < reads[2] < 1
     assert window.score < one.score <= by_name["recall", "oracle routing", "1 probe"].score + 1e-6

@@ -42,11 +42,9 @@ def test_dense_and_sparse_answers(tmp_path: Path) -> None:
         config(tmp_path, "unused", tasks=["prompts"], baselines=["random"], prompts=prompts)
     )
     rows = read_rows(folder)
-    dense, full, sparse = (
-        rows["dense", ""],
-        rows["random", "sparsity 0"],
-        rows["random", "sparsity 0.9"],
-    )
+    dense = rows["dense", ""]
+    full = rows["random", "sparsity 0"]
+    sparse = rows["random", "sparsity 0.9"]
     assert (dense["score"], dense["samples"]) == (0.5, 2)
     assert [example["correct"] for example in dense["extra"]["examples"]] == [True, False]
     assert (full["score"], full["sparsity"], full["extra"]["same_as_dense"]) == (0.5, 0, 1)

@@ -30,10 +30,8 @@ def test_scores_in_pieces_equal_those_of_all_logits(
     dense = perplexity.prefill(loaded, ids)
     other = dense + torch.randn(dense.shape, generator=torch.Generator().manual_seed(1))
     logits, changed = loaded.model(ids[None]).logits[0, :-1], loaded.model.lm_head(other)[0, :-1]
-    own, sparse = (
-        token_scores(loaded.model, dense, ids),
-        token_scores(loaded.model, other, ids, dense),
-    )
+    own = token_scores(loaded.model, dense, ids)
+    sparse = token_scores(loaded.model, other, ids, dense)
     torch.testing.assert_close(own.losses, F.cross_entropy(logits, ids[1:], reduction="none"))
     torch.testing.assert_close(sparse.losses, F.cross_entropy(changed, ids[1:], reduction="none"))
     divergences = torch.distributions.kl_divergence(

@@ -118,11 +118,9 @@ def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: N
 @pytest.mark.parametrize("head_size", [64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> None:
-    heads, lengths, splits = (
-        [(2, 2), (4, 1), (7, 1)],
-        [1, 23, 63, 65, 111, 4095],
-        itertools.cycle([None, 1, 5]),
-    )
+    heads = [(2, 2), (4, 1), (7, 1)]
+    lengths = [1, 23, 63, 65, 111, 4095]
+    splits = itertools.cycle([None, 1, 5])
     masks: Iterator[ConvMask] = itertools.cycle(["query", "key"])
     sizes = [
         (6, 11),

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from msattn.kernels.common.block_bits import pack_blocks
 from msattn.kernels.common.block_lists import compact_packed_rows, compact_rows
 from msattn.kernels.paged import block_sparse_attention as module
 from msattn.kernels.paged import paged_block_sparse_attention
@@ -267,6 +268,27 @@ def test_reads_only_selected_blocks(
     got = paged_block_sparse_attention(q, cache, cu_queries, mask, **options)
     assert got.out.isfinite().all()
     shared.assert_same(got, want)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bits_are_a_mask(backend: Backend, device: str) -> None:
+    case = Case(16, 32, 4, 2, 16, 2, ((500, 70), (0, 33)), FULL, 16)
+    given = make(case, device)
+    assert given.mask is not None
+    assert given.mask.shape[3] > 32  # several words
+    shared.assert_same(
+        *(
+            paged_block_sparse_attention(
+                given.q,
+                given.cache,
+                given.cu_queries,
+                mask,
+                **given.options(case),
+                backend=backend,
+            )
+            for mask in (given.mask, pack_blocks(given.mask))
+        )
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

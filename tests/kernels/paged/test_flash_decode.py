@@ -33,10 +33,8 @@ class Case(NamedTuple):
 def check(case: Case, backend: Backend, device: str, softcap: float | None = None) -> None:
     batch, num_keys = len(case.lengths), max(1, *case.lengths)
     q, k, v = random_qkv(batch, *case[1:4], num_keys, case.head_size, case.dtype, device)
-    j, kv_len = (
-        torch.arange(num_keys, device=device),
-        torch.tensor(case.lengths, dtype=torch.int32, device=device),
-    )
+    j = torch.arange(num_keys, device=device)
+    kv_len = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     i = (
         kv_len.view(-1, 1, 1, 1)
         - case.num_queries

@@ -148,10 +148,8 @@ def test_settings_without_effect_are_refused(settings: dict[str, Any], message: 
 class GpuFaiss:
     """Stands in for a Faiss with ``gpus`` GPUs; an index on a GPU is a tuple of how it was made."""
 
-    IndexFlatIP, StandardGpuResources = (
-        staticmethod(lambda size: ("flat", size)),
-        staticmethod(lambda: "resources"),
-    )
+    IndexFlatIP = staticmethod(lambda size: ("flat", size))
+    StandardGpuResources = staticmethod(lambda: "resources")
     index_cpu_to_gpu = staticmethod(lambda *arguments: ("gpu", *arguments))
 
     def __init__(self, gpus: int) -> None:

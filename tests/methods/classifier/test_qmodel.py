@@ -70,10 +70,8 @@ def test_scores_are_probabilities_summed_over_the_query_group(
     router.mean.normal_()
     router.variance.uniform_(0.5, 2)
     router.eval()
-    before, after = (
-        torch.randn(2, KV_HEADS * GROUP, 1, DIM),
-        torch.randn(2, KV_HEADS * GROUP, 1, DIM),
-    )
+    before = torch.randn(2, KV_HEADS * GROUP, 1, DIM)
+    after = torch.randn(2, KV_HEADS * GROUP, 1, DIM)
     scores = router.scores(3, before, after)
     assert scores.shape == (2, KV_HEADS, BUCKETS)
     assert scores.dtype == torch.float32

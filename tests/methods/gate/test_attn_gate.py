@@ -33,7 +33,7 @@ from tests.methods.gate.random_gates import (
     rotated,
     topical_tokens,
 )
-from tests.methods.layers import geometry, layer_inputs
+from tests.methods.layers import blocks_read, geometry, layer_inputs
 from tests.sparse import save
 
 
@@ -215,11 +215,9 @@ def test_the_loss_of_an_overflow_is_not_finite(loss, backend, steady_device):
     ("heads", "target"), [("query", "max"), ("kv", "mass"), ("query", "mean_mass")]
 )
 def test_precomputed_gradients_equal_autograd(heads, target):
-    model, ids, cfg = (
-        tiny_model(),
-        random_tokens(2, 71),
-        config(heads=heads, loss="kl", target=target),
-    )
+    model = tiny_model()
+    ids = random_tokens(2, 71)
+    cfg = config(heads=heads, loss="kl", target=target)
     gate = noisy_gate(cfg)
     outputs = GateDistiller(gate, model)(ids)
     (outputs["loss"] * 0.5).backward()
@@ -287,7 +285,7 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
     )
     candidates = candidate_blocks(layer_inputs(40 * BLOCK), BlockSizes(BLOCK, BLOCK))
     for x in inputs_of_layers(model, ids):
-        mask = selection.blocks(x)
+        mask = blocks_read(selection, x)
         # A prompt of so few blocks reads up to 4 % more; between sparsities of the grid, a
         # threshold is interpolated.
         assert 1 - mask.sum() / (candidates.visible.sum() * 16) == pytest.approx(
@@ -302,11 +300,9 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
 
 
 def test_one_threshold_for_all_layers_realises_the_mean_sparsity_over_layers():
-    model, gate, ids = (
-        tiny_model(initializer_range=0.3),
-        noisy_gate(config(), std=0.2),
-        topical_tokens(4, 40, seed=2),
-    )
+    model = tiny_model(initializer_range=0.3)
+    gate = noisy_gate(config(), std=0.2)
+    ids = topical_tokens(4, 40, seed=2)
     with torch.no_grad():  # flat scores in the last layer, which then reads more
         gate.get_parameter("layers.1.query_weight").mul_(0.5)
     gate.thresholds = gate_thresholds(gate, model, [{"input_ids": row} for row in ids])
@@ -316,7 +312,7 @@ def test_one_threshold_for_all_layers_realises_the_mean_sparsity_over_layers():
             SelectConfig(policy="calibrated", scores=scores, sparsity=0.7), gate
         )
         visible = geometry(40 * BLOCK, 40 * BLOCK, None)[0].sum() * 16
-        read = [selection.blocks(x).sum() / visible for x in inputs_of_layers(model, ids)]
+        read = [blocks_read(selection, x).sum() / visible for x in inputs_of_layers(model, ids)]
         assert sum(read) / 2 == pytest.approx(0.31, abs=0.02)
         assert read[1] > read[0] + 0.02
 

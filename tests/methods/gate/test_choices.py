@@ -28,10 +28,8 @@ from tests.methods.gate.random_gates import BLOCK, config, noisy_gate, topical_t
 @pytest.mark.parametrize("std", [0.02, 1.0])
 @torch.no_grad()
 def test_the_chosen_weight_changes_predictions_least(std: float) -> None:
-    model, gate = (
-        tiny_model(initializer_range=0.3, max_position_embeddings=640),
-        noisy_gate(config(mean_weight=None), std=std),
-    )
+    model = tiny_model(initializer_range=0.3, max_position_embeddings=640)
+    gate = noisy_gate(config(mean_weight=None), std=std)
     chunks = [{"input_ids": row} for row in topical_tokens(2, 40, seed=2)]
     choose_mean_weight(gate, model, iter(chunks))
     chosen, changes = gate.cfg.mean_weight, {}
@@ -52,10 +50,8 @@ def test_the_true_map_of_the_chosen_target_changes_predictions_least() -> None:
     model = tiny_model(initializer_range=0.1, max_position_embeddings=640)
     chosen = []
     for seed in (1, 2):
-        gate, chunks = (
-            noisy_gate(config(target=None)),
-            [{"input_ids": row} for row in topical_tokens(2, 40, seed=seed)],
-        )
+        gate = noisy_gate(config(target=None))
+        chunks = [{"input_ids": row} for row in topical_tokens(2, 40, seed=seed)]
         choose_target(gate, model, iter(chunks))
         chosen.append(gate.cfg.target)
         changes = dict.fromkeys(TARGETS, 0.0)

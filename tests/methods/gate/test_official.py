@@ -72,10 +72,8 @@ def test_scores_are_theirs(
     gate = Gate.load(tmp_path / "gate")
     for x in inputs_of_layers(tiny_model(family, rope), random_tokens(1, 5 * BLOCK + 7)):
         name = f"model.layers.{x.layer}.self_attn.attn_gate"
-        key, query = (
-            weights[f"{name}.mask_linear_k.weight"],
-            weights.get(f"{name}.mask_linear_q.weight"),
-        )
+        key = weights[f"{name}.mask_linear_k.weight"]
+        query = weights.get(f"{name}.mask_linear_q.weight")
         expected = their_scores(
             x.q_nope[0], x.k_nope[0], key, query, pools, *their_rope(family, rope, hidden)
         )

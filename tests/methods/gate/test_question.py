@@ -132,10 +132,8 @@ def test_its_thresholds_are_measured_on_its_own_scores() -> None:
         Selection.from_config(select, gate)
     gate.always = AlwaysRead(2, 1)
     gate.thresholds = gate_thresholds(gate, tiny_model(), [{"input_ids": random_tokens(1, 400)[0]}])
-    selection, of_gate = (
-        Selection.from_config(select, gate),
-        Selection.from_config(replace(select, scores="gate"), gate),
-    )
+    selection = Selection.from_config(select, gate)
+    of_gate = Selection.from_config(replace(select, scores="gate"), gate)
     assert isinstance(selection.scorer, QuestionScores)
     assert selection.policy != of_gate.policy
     assert selection.always == of_gate.always
@@ -147,11 +145,9 @@ def test_whole_prompts_and_chunks_read_the_share_that_is_asked_for(share: float)
     """Chunks before the last one are scored by the gate alone, the last one with its question; each
     reads the share.
     """
-    model, gate, ids = (
-        tiny_model(initializer_range=0.3),
-        noisy_gate(config(), std=0.2),
-        topical_tokens(4, 60, seed=2),
-    )
+    model = tiny_model(initializer_range=0.3)
+    gate = noisy_gate(config(), std=0.2)
+    ids = topical_tokens(4, 60, seed=2)
     gate.thresholds = gate_thresholds(
         gate, model, [{"input_ids": row} for row in topical_tokens(4, 60, seed=3)]
     )

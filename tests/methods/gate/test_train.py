@@ -30,6 +30,7 @@ from msattn.trainer.training.checkpoints import newest_checkpoint
 from msattn.trainer.training.distributed import rank_shard
 from tests.factory import inputs_of_layers, random_tokens, tiny_architecture
 from tests.jobs import Job
+from tests.methods.layers import blocks_read
 from tests.running import metrics_lines
 from tests.training.small import small_run, write_words
 
@@ -111,17 +112,13 @@ def test_recalls_are_those_of_the_weight_that_was_chosen(
     cfg = run_config(root, "chosen")
     cfg = replace(cfg, data=replace(cfg.data, seq_len=224))
     folder = train_gate(cfg)
-    loaded, gate = (
-        models.load(cfg.model, device="cpu", dtype="auto", seed=cfg.seed),
-        Gate.load(folder),
-    )
+    loaded = models.load(cfg.model, device="cpu", dtype="auto", seed=cfg.seed)
+    gate = Gate.load(folder)
     _, heldout = data.training_chunks(
         cfg.data, loaded.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS
     )
-    found, metrics = (
-        gate_recall(gate, loaded.model, [*rank_shard(heldout, HELDOUT_CHUNKS)]),
-        artifacts.read(folder, "gate").manifest["metrics"],
-    )
+    found = gate_recall(gate, loaded.model, [*rank_shard(heldout, HELDOUT_CHUNKS)])
+    metrics = artifacts.read(folder, "gate").manifest["metrics"]
     assert metrics["recall/gate@0.5"] == pytest.approx(found["recall/gate@0.5"], rel=1e-6)
     gate.cfg = replace(gate.cfg, mean_weight=MEAN_WEIGHT)
     found = gate_recall(gate, loaded.model, [*rank_shard(heldout, HELDOUT_CHUNKS)])
@@ -144,7 +141,7 @@ def test_gates_for_blocks_of_fewer_keys_than_queries(
     selection = Selection.from_config(SelectConfig("calibrated", scores="gate", sparsity=0.3), gate)
     model = models.load(cfg.model, device="cpu", dtype="auto", seed=cfg.seed).model
     for x in inputs_of_layers(model, random_tokens(1, 224)):
-        chosen = selection.blocks(x)
+        chosen = blocks_read(selection, x)
         assert chosen.shape == (1, 4, 7, 14)
         assert 0.5 < chosen.sum() / (4 * selection.candidates(x).visible.sum()) < 1
     metrics = artifacts.read(work_folder(cfg).parents[1] / "gate", "gate").manifest["metrics"]

@@ -188,12 +188,10 @@ def held_encoder(
     """Lets prompts of ``least`` characters wait; returns the events of their beginning and of their
     end, and all prompts.
     """
-    encode, began, end, encoded = (
-        text.PromptEncoder.encode,
-        threading.Event(),
-        threading.Event(),
-        list[str](),
-    )
+    encode = text.PromptEncoder.encode
+    began = threading.Event()
+    end = threading.Event()
+    encoded = list[str]()
 
     def slow(self: text.PromptEncoder, body: Any) -> tuple[list[int], int]:
         encoded.append(body.prompt)

@@ -143,10 +143,8 @@ def test_other_versions_of_transformers_are_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_managers_of_another_attention_are_refused() -> None:
-    model, config = (
-        tiny_model(),
-        ContinuousBatchingConfig(page_size=PAGE, num_blocks=16, max_batch_tokens=64),
-    )
+    model = tiny_model()
+    config = ContinuousBatchingConfig(page_size=PAGE, num_blocks=16, max_batch_tokens=64)
     prompts = prompts_of(40)
     expected = [
         output.generated_tokens for output in model.generate_batch(prompts, GREEDY, config).values()

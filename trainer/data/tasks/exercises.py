@@ -70,19 +70,19 @@ def random_value(rng: Rng, digits: int = ANSWER_DIGITS) -> str:
     return str(rng.integers(10 ** (digits - 1), 10**digits))
 
 
-def draw_count(rng: Rng, least: int, most: int, room: int, each: int) -> int:
-    """Draws from ``least`` to ``most``, or to as many of ``each`` tokens as fit in ``room`` if
+def draw_count(rng: Rng, least: int, most: int, room: int, size: int) -> int:
+    """Draws from ``least`` to ``most``, or to as many of ``size`` tokens as fit in ``room`` if
     these are fewer.
     """
-    return int(rng.integers(least, min(most, max(least, room // each)) + 1))
+    return int(rng.integers(least, min(most, max(least, room // size)) + 1))
 
 
 def distinct(draw: Callable[[], str], count: int) -> list[str]:
     """Calls ``draw`` until it has returned ``count`` different texts."""
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[draw()] = None
-    return list(found)
+    texts: dict[str, None] = {}
+    while len(texts) < count:
+        texts[draw()] = None
+    return list(texts)
 
 
 def needles(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
@@ -118,7 +118,7 @@ def several_values(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
     for key in keys:
         own = [value for other, value in stated if other == key]
         turns.append((wording.ask([key], len(own)), enumerated(own)))
-    return Exercise(tuple(wording.state(*each) for each in stated), tuple(turns))
+    return Exercise(tuple(wording.state(*pair) for pair in stated), tuple(turns))
 
 
 def several_keys(rng: Rng, room: int, words: Sequence[str]) -> Exercise:
@@ -268,13 +268,13 @@ def _repeated(
     often = int(rng.integers(2 * seldom + 1, max(2 * seldom + 2, items // (2 * count))))
     rare = max(1, min(len(words) - count, (items - count * often) // seldom))
     drawn = [words[i] for i in rng.permutation(len(words))[: count + rare]]
-    found = [*drawn[:count] * often, *drawn[count:] * seldom]
-    found = [found[i] for i in rng.permutation(len(found))]
-    first = {word: place for place, word in reversed(list(enumerate(found)))}
+    repeated = [*drawn[:count] * often, *drawn[count:] * seldom]
+    repeated = [repeated[i] for i in rng.permutation(len(repeated))]
+    first = {word: place for place, word in reversed(list(enumerate(repeated)))}
     fact = (
-        " ".join(f"{number}. {word}" for number, word in enumerate(found, 1))
+        " ".join(f"{number}. {word}" for number, word in enumerate(repeated, 1))
         if between is None
-        else between.join(found)
+        else between.join(repeated)
     )
     return Exercise((fact,), ((question, listed(sorted(drawn[:count], key=first.__getitem__))),))
 

@@ -29,11 +29,9 @@ def inject_needles(text: str, name: str) -> str:
         if distance >= MIN_DISTANCE:
             distance = 0
             if not recent or rng.random() < 0.5:
-                wording, key, value = (
-                    TRAINING[rng.integers(len(TRAINING))],
-                    random_key(rng),
-                    random_value(rng),
-                )
+                wording = TRAINING[rng.integers(len(TRAINING))]
+                key = random_key(rng)
+                value = random_value(rng)
                 recent.append((wording.state(key, value), f"{wording.ask([key], 1)} {value}."))
                 pieces.append(f" {recent[-1][0]} ")
             else:

@@ -155,9 +155,9 @@ class Task:
         """Returns the first sample of ``size``, or a little less, that has at most ``length``
         tokens.
         """
-        while (found := draw(size))[1] > length and size > self.smallest:
+        while (drawn := draw(size))[1] > length and size > self.smallest:
             size -= max(1, size // 50)
-        return found[0]
+        return drawn[0]
 
 
 def needles(

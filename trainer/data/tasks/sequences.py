@@ -249,10 +249,8 @@ def needle_prompt(
     None all, at random. ``reply`` are tokens that end a user's message and begin the reply; the
     message then asks, and the reply begins with its words.
     """
-    keys, values = (
-        distinct(lambda: random_key(rng), count),
-        [random_value(rng) for _ in range(count)],
-    )
+    keys = distinct(lambda: random_key(rng), count)
+    values = [random_value(rng) for _ in range(count)]
     statements = [wording.state(key, value) for key, value in zip(keys, values, strict=True)]
     question = wording.ask(keys[:1], 1)
     hidden = encode(tokenizer, [f" {statement}" for statement in statements])

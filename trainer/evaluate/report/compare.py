@@ -15,7 +15,7 @@ from rich.table import Table
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.report.tables import columns_of, filled, with_columns
 from msattn.trainer.evaluate.row import EvalRow, Setting, flat
-from msattn.trainer.evaluate.task import record
+from msattn.trainer.evaluate.task import task_of
 from msattn.trainer.methods.base import Method
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import current_folder, write_table
@@ -60,12 +60,14 @@ class Comparison(NamedTuple):
     def main(self) -> list[ComparedRow]:
         """Returns the rows of dense attention and of trained methods."""
         return [
-            each for each in self.rows if each.row.method.is_trained or each.row.method.is_dense
+            compared
+            for compared in self.rows
+            if compared.row.method.is_trained or compared.row.method.is_dense
         ]
 
     def others(self) -> list[ComparedRow]:
         main = self.main()
-        return [each for each in self.rows if each not in main]
+        return [row for row in self.rows if row not in main]
 
 
 def read_results(folder: str) -> dict[str, Any]:
@@ -75,22 +77,24 @@ def read_results(folder: str) -> dict[str, Any]:
     path = current_folder(Path(os.path.expanduser(folder))) / "results.json"
     accepted = "expected the folder of an earlier msattn eval, which holds results.json"
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        _rows(found)
-        if not all(isinstance(found[key], dict) for key in KEYS[1:]):
+        results = json.loads(path.read_text(encoding="utf-8"))
+        _rows(results)
+        if not all(isinstance(results[key], dict) for key in KEYS[1:]):
             raise TypeError
     except OSError as error:
         raise UserError(f"compare={folder}: {accepted} ({error.strerror})") from error
     except (AttributeError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"compare={folder}: its results.json is malformed; {accepted}") from error
-    return found
+    return results
 
 
 def _rows(results: dict[str, Any]) -> list[EvalRow]:
     """Returns the rows of a file; it describes the methods separately, by name (older files have
     only the names).
     """
-    methods = {name: Method.from_fields(each) for name, each in results.get("methods", {}).items()}
+    methods = {
+        name: Method.from_fields(fields) for name, fields in results.get("methods", {}).items()
+    }
     return [
         EvalRow(
             **row
@@ -131,7 +135,7 @@ def compare(
 
 
 def scores(rows: Sequence[ComparedRow]) -> dict[str, list[str]]:
-    return columns_of([each.cells() for each in rows])
+    return columns_of([row.cells() for row in rows])
 
 
 def show(comparison: Comparison, console: Console) -> None:
@@ -161,7 +165,7 @@ def show(comparison: Comparison, console: Console) -> None:
 
 
 def score_text(task: str, score: float) -> str:
-    return record(task).form.format(score)
+    return task_of(task).form.format(score)
 
 
 def _of(row: EvalRow) -> tuple[str, str, str]:
@@ -170,11 +174,11 @@ def _of(row: EvalRow) -> tuple[str, str, str]:
 
 
 def _difference(task: str, here: float, there: float) -> str:
-    if record(task).timed:
+    if task_of(task).timed:
         return f"{100 * (here / there - 1):+.1f} %" if there else ""
     return (
         f"{100 * (here - there):+.1f} points"
-        if "%" in record(task).form
+        if "%" in task_of(task).form
         else f"{here - there:+.3f}"
     )
 
@@ -189,8 +193,8 @@ def _settings(about: Mapping[str, Any]) -> dict[str, str]:
     ``{dotted key: text}``.
     """
     hashes = {
-        f"{kind} artifact": str(each.get("content_hash"))[:16]
-        for kind, each in about["artifacts"].items()
+        f"{kind} artifact": str(manifest.get("content_hash"))[:16]
+        for kind, manifest in about["artifacts"].items()
     }
     config, machine, versions = (
         {name: json.dumps(value) for name, value in flat_settings(about[part], f"{part}.").items()}
@@ -210,25 +214,25 @@ def tabulate(folders: Sequence[Path]) -> Path | None:
         return None
     root = Path(os.path.commonpath(folders))
     path, names = root / "sweep.csv", [str(folder.parent.relative_to(root)) for folder in folders]
-    found = {
+    evaluations = {
         name: _rows(read_results(str(folder))) for name, folder in zip(names, folders, strict=True)
     }
     rows = [
         replace(row, extra={"name": name, **row.extra})
-        for name, own in found.items()
+        for name, own in evaluations.items()
         for row in own
     ]
     with locked(path):
         write_table(path, flat(rows))
     console = Console()
-    console.print(_table(found))
+    console.print(_table(evaluations))
     console.print(f"All rows: [bold]{path}[/bold]", soft_wrap=True)
     return path
 
 
-def _table(found: dict[str, list[EvalRow]]) -> Table:
+def _table(evaluations: dict[str, list[EvalRow]]) -> Table:
     cells: dict[tuple[str, Method], dict[str, str]] = {}
-    for name, rows in found.items():
+    for name, rows in evaluations.items():
         for row in (row for row in rows if row.method.is_trained):
             column = " ".join(filter(None, (*_of(row), str(row.setting))))
             cells.setdefault((name, row.method), {})[column] = score_text(row.task, row.score)

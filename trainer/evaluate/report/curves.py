@@ -49,11 +49,9 @@ def tradeoff(rows: list[EvalRow]) -> "Figure | None":
     figure, panels = subplots(len(of_tasks), 2, (9.6, 3.6 * len(of_tasks) + 0.9))
     for number, (task, own) in enumerate(of_tasks.items()):
         by_reads, by_time = panels[2 * number : 2 * number + 2]
-        value, dense, sparse = (
-            values[task],
-            dense_of(own),
-            [row for row in own if not row.method.is_dense],
-        )
+        value = values[task]
+        dense = dense_of(own)
+        sparse = [row for row in own if not row.method.is_dense]
         times = {id(row): ratio for row in sparse if (ratio := relative_time(row, own, rows))}
         for method, points in by_method(sparse):
             plot_line(
@@ -89,23 +87,25 @@ def relative_time(row: EvalRow, own: list[EvalRow], rows: list[EvalRow]) -> floa
     the time of a decoded token, from the task ``decoding`` among all ``rows``.
     """
     if row.sparsity is None:
-        decoded = [each for each in rows if each.task == "decoding" and each.is_of_one_prompt()]
+        decoded = [other for other in rows if other.task == "decoding" and other.is_of_one_prompt()]
         same = longest(
-            [each for each in decoded if (each.method, each.setting) == (row.method, row.setting)]
+            [
+                other
+                for other in decoded
+                if (other.method, other.setting) == (row.method, row.setting)
+            ]
         )
         ratio = same[0].ratio_to_dense if same else None
         return 1 / ratio if ratio else None
-    dense = [each.latency_s for each in dense_of(own) if each.latency_s]
+    dense = [dense_row.latency_s for dense_row in dense_of(own) if dense_row.latency_s]
     return row.latency_s / dense[0] if row.latency_s and dense else None
 
 
 def _time_axis(axes: "Axes", times: list[float]) -> None:
     axes.axvline(1, color=INK, linewidth=0.9)
     low, high = min([0.8, *times]) / 1.1, max([1.25, *times]) * 1.1
-    ticks, label = (
-        [tick for tick in RATIOS if low <= tick <= high],
-        "time relative to dense attention (left of 1: faster)",
-    )
+    ticks = [tick for tick in RATIOS if low <= tick <= high]
+    label = "time relative to dense attention (left of 1: faster)"
     log_ticks(axes, ticks, xlim=(low, high), xlabel=label)
 
 

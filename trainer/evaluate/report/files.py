@@ -57,7 +57,7 @@ def write(
     document = finite({**asdict(about), "methods": methods, "rows": [row.plain() for row in rows]})
     text = json.dumps(document, indent=2, allow_nan=False)
     # a list of numbers takes one line
-    text = NUMBER_LIST.sub(lambda found: f"[{' '.join(found[1].split())}]", text)
+    text = NUMBER_LIST.sub(lambda match: f"[{' '.join(match[1].split())}]", text)
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
     write_table(folder / "results.csv", flat(rows))
     if of_ruler := [row for row in rows if row.task == "ruler"]:

@@ -82,7 +82,7 @@ def _grid(
     if not rows:
         return None
     lengths = sorted({row.extra["length"] for row in rows})
-    found = {
+    cells = {
         (row_title(row), row.extra["length"], part): scores(row)[part]
         for row in rows
         for part in parts
@@ -91,7 +91,7 @@ def _grid(
     columns = [(length, part) for length in lengths for part in parts]
     titles = list(dict.fromkeys(map(row_title, rows)))
     # NaN: not measured
-    table = [[found.get((title, *column), float("nan")) for column in columns] for title in titles]
+    table = [[cells.get((title, *column), float("nan")) for column in columns] for title in titles]
     width = min(13.0, 3.4 + 0.55 * len(columns))
     figure, (axes,) = subplots(1, 1, (max(5.5, width), 1.3 + 0.24 * len(table)))
     image = axes.imshow(table, **HEATMAP)
@@ -129,12 +129,12 @@ def recall_maps(rows: list[EvalRow]) -> "Figure | None":
     from msattn.trainer.training.pictures import draw_maps
 
     maps = {}
-    for each in data["heads"]:
+    for head in data["heads"]:
         lists = (
             [[float("nan") if cell is None else cell for cell in line] for line in one]
-            for one in each["maps"]
+            for one in head["maps"]
         )
-        maps[each["layer"], each["head"]] = [torch.tensor(one) for one in lists]
+        maps[head["layer"], head["head"]] = [torch.tensor(one) for one in lists]
     title = data["method"]
     return draw_maps(
         maps, ("true block map", f"scores: {title}", f"blocks read\n({data['setting']})")
@@ -161,11 +161,11 @@ def recall_decoded(rows: list[EvalRow]) -> "Figure | None":
         f"layer {data['layer']}, key/value head {data['head']}; routing reads {data['setting']}",
         fontsize=10,
     )
-    lines = [each["bins"] for each in reads.values()]
+    lines = [read["bins"] for read in reads.values()]
     strips.imshow(lines, **(HEATMAP | {"cmap": "Greens"}), extent=(*extent, len(lines) - 0.5, -0.5))
     names = [
-        f"{name}:\n{each['keys']:.0%} of keys, {each['mass']:.0%} of mass"
-        for name, each in reads.items()
+        f"{name}:\n{read['keys']:.0%} of keys, {read['mass']:.0%} of mass"
+        for name, read in reads.items()
     ]
     strips.set_yticks(range(len(names)), names, fontsize=8)
     strips.hlines([i + 0.5 for i in range(len(names) - 1)], *extent, color=INK, linewidth=0.5)

@@ -149,7 +149,8 @@ def _prompt(rows: list[EvalRow], answers: tuple[dict[str, Any], ...]) -> dict[st
         "method": [row.method.label for row in rows],
         "setting": [str(row.setting) for row in rows],
         "answer": [
-            (("✗ ", "✓ ")[each["correct"]] if expected else "") + each["answer"] for each in answers
+            (("✗ ", "✓ ")[answer["correct"]] if expected else "") + answer["answer"]
+            for answer in answers
         ],
     }
     # the expected answer is marked between them

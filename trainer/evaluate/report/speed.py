@@ -47,7 +47,7 @@ def speed(rows: list[EvalRow]) -> "Figure | None":
         [row for row in own if row.task == task] for task in ("latency", "decoding")
     )
     drawn = [
-        each for each in ((prompts, "tokens of the prompt"), (decoded, "cached keys")) if each[0]
+        panel for panel in ((prompts, "tokens of the prompt"), (decoded, "cached keys")) if panel[0]
     ]
     if not drawn:
         return None

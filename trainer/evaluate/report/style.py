@@ -105,10 +105,10 @@ def subplots(
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(lines, columns, squeeze=False, height_ratios=height_ratios)
-    for each in axes.flat:
-        each.grid(True, color=GRID, linewidth=0.7)
-        each.set_axisbelow(True)
-        each.spines[["top", "right"]].set_visible(False)
+    for panel in axes.flat:
+        panel.grid(True, color=GRID, linewidth=0.7)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
     return figure, list(axes.flat)
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from msattn.trainer.config import RULER_TASKS, TASKS
 from msattn.trainer.evaluate.row import EvalRow
-from msattn.trainer.evaluate.task import SECONDS, SPEEDUP, record
+from msattn.trainer.evaluate.task import SECONDS, SPEEDUP, task_of
 
 TEXT_COLUMNS = ("method", "setting")
 # shown by the page, but not by the terminal, as are intervals
@@ -40,13 +40,13 @@ def caption(rows: list[EvalRow]) -> str:
     """Returns the heading of a task's table, with the number and length of its samples."""
     first, counts = rows[0], sorted({row.samples for row in rows})
     span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    shown = record(first.task)
+    shown = task_of(first.task)
     return f"{shown.heading}: {span} {shown.unit.format_map(first.extra)}"
 
 
 def table(rows: list[EvalRow]) -> dict[str, list[str]]:
     """Returns ``{column: cells}`` of the rows of one task, without empty columns."""
-    task = record(rows[0].task)
+    task = task_of(rows[0].task)
     columns = {
         "method": [row.method.label for row in rows],
         "setting": [str(row.setting) for row in rows],
@@ -55,11 +55,11 @@ def table(rows: list[EvalRow]) -> dict[str, list[str]]:
     for name, (key, form) in {**task.columns, **common}.items():
         if name == SPEEDUP:
             speedups = dict.fromkeys(
-                each for row in rows for each in row.extra if each.startswith(key)
+                field for row in rows for field in row.extra if field.startswith(key)
             )
             columns |= {
-                name + each.removeprefix(key): [_cell(row, each, form) for row in rows]
-                for each in speedups
+                name + field.removeprefix(key): [_cell(row, field, form) for row in rows]
+                for field in speedups
             }
         else:
             columns[name] = [_cell(row, key, form) for row in rows]
@@ -156,9 +156,9 @@ def leaderboard(rows: Sequence[EvalRow]) -> str:
 
 
 def _leaderboard(rows: list[EvalRow], length: int) -> str:
-    found = dict.fromkeys(map(_left_out, rows))
+    shares = dict.fromkeys(map(_left_out, rows))
     columns = sorted(
-        found, key=lambda name: (0, float(name[:-2])) if name.endswith(" %") else (1, 0)
+        shares, key=lambda name: (0, float(name[:-2])) if name.endswith(" %") else (1, 0)
     )
     methods = {
         row.method: {_left_out(own): own for own in rows if own.method == row.method}

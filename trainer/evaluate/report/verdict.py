@@ -17,14 +17,12 @@ from msattn.trainer.config.select import GATE_SCORES
 from msattn.trainer.evaluate.report.style import longest
 from msattn.trainer.evaluate.report.tables import columns_of, filled
 from msattn.trainer.evaluate.row import EvalRow
-from msattn.trainer.evaluate.task import Quality, record
+from msattn.trainer.evaluate.task import Quality, task_of
 
 SAME_READS = 0.25  # relative difference of the keys read up to which two methods are compared
 SHOWN_READS = 0.1  # relative difference of the keys read from which it is shown
-TEXT_COLUMNS, NUMBERS = (
-    ("quality", "best trained", "best untrained"),
-    ("difference", "95 % interval"),
-)
+TEXT_COLUMNS = ("quality", "best trained", "best untrained")
+NUMBERS = ("difference", "95 % interval")
 
 
 class Line(NamedTuple):
@@ -41,10 +39,10 @@ def verdict(rows: Sequence[EvalRow]) -> list[Line]:
     """Returns the lines that ``rows`` have numbers for, e.g. none for dense attention alone."""
     lines, measured = [], {row.task for row in rows}
     judged = [
-        (task, quality) for task in TASKS if task in measured and (quality := record(task).quality)
+        (task, quality) for task in TASKS if task in measured and (quality := task_of(task).quality)
     ]
     # perplexities, then shares
-    for task, quality in sorted(judged, key=lambda each: each[1].better):
+    for task, quality in sorted(judged, key=lambda pair: pair[1].better):
         own = longest([row for row in rows if row.task == task and row.ratio_to_dense is not None])
         own = [row for row in own if row.method.is_served and not row.method.is_dense]
         for kind, routed in (("prefill", False), ("decoding", True)):
@@ -64,7 +62,7 @@ def sentences(rows: Sequence[EvalRow], lines: Sequence[Line]) -> list[str]:
     }
     said = "; ".join(f"{verb} {' and '.join(names)}" for verb, names in by_outcome.items() if names)
     shares = {
-        row.task for row in rows if (quality := record(row.task).quality) and quality.better == 1
+        row.task for row in rows if (quality := task_of(row.task).quality) and quality.better == 1
     }
     lost = [row for row in rows if row.method.is_dense and row.score == 0 and row.task in shares]
     compared = (
@@ -96,8 +94,8 @@ def _line(quality: Quality, name: str, rows: list[EvalRow]) -> Line:
         ]
     reference = min((row for row in rows if row.method == first.method), key=_reads)
     near = [
-        _in_setting([row for row in rows if row.method == each], reference)
-        for each in dict.fromkeys(row.method for row in rows)
+        _in_setting([row for row in rows if row.method == method], reference)
+        for method in dict.fromkeys(row.method for row in rows)
     ]
     near = [row for row in near if _reads(row) <= (1 + SAME_READS) * _reads(reference)]
     near.sort(key=lambda row: -quality.better * quality.value(row))

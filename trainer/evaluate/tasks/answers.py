@@ -87,7 +87,7 @@ def batches(questions: Sequence[Question], tokens: int) -> Iterator[list[Questio
     """
     batch: list[Question] = []
     for question in questions:
-        longest = max(each.ids.shape[1] for each in [*batch, question])
+        longest = max(prompt.ids.shape[1] for prompt in [*batch, question])
         if batch and (
             batch[0].max_new_tokens != question.max_new_tokens
             or longest * (len(batch) + 1) > tokens
@@ -106,12 +106,18 @@ def _generate(loaded: Loaded, batch: Sequence[Question]) -> list[list[int]]:
     model: Any = loaded.model
     ends = end_tokens(model)
     padding = ends[0] if ends else 0
-    longest = max(each.ids.shape[1] for each in batch)
+    longest = max(question.ids.shape[1] for question in batch)
     ids = torch.cat(
-        [pad(each.ids, (longest - each.ids.shape[1], 0), value=padding) for each in batch]
+        [
+            pad(question.ids, (longest - question.ids.shape[1], 0), value=padding)
+            for question in batch
+        ]
     )
     mask = torch.cat(
-        [pad(torch.ones_like(each.ids), (longest - each.ids.shape[1], 0)) for each in batch]
+        [
+            pad(torch.ones_like(question.ids), (longest - question.ids.shape[1], 0))
+            for question in batch
+        ]
     )
     options: dict[str, Any] = {
         "max_new_tokens": batch[0].max_new_tokens,
@@ -121,22 +127,24 @@ def _generate(loaded: Loaded, batch: Sequence[Question]) -> list[list[int]]:
 
     lengths: dict[int, int] = {}  # of the complete answers; later tokens are padding
 
-    def complete(found: Tensor, scores: Any) -> Tensor:
-        for row, (each, new) in enumerate(zip(batch, found[:, longest:], strict=True)):
+    def complete(input_ids: Tensor, scores: Any) -> Tensor:
+        for row, (question, new) in enumerate(zip(batch, input_ids[:, longest:], strict=True)):
             if (
                 row not in lengths
-                and each.complete is not None
-                and each.complete(_text(loaded, new))
+                and question.complete is not None
+                and question.complete(_text(loaded, new))
             ):
                 lengths[row] = len(new)
-        return torch.tensor([row in lengths for row in range(len(batch))], device=found.device)
+        return torch.tensor([row in lengths for row in range(len(batch))], device=input_ids.device)
 
-    if any(each.complete for each in batch):
+    if any(question.complete for question in batch):
         options["stopping_criteria"] = [complete]
-    found: Tensor = model.generate(
+    generated: Tensor = model.generate(
         ids.to(model.device), attention_mask=mask.to(model.device), **options
     )
-    rows = [row[: lengths.get(number)] for number, row in enumerate(found[:, longest:].tolist())]
+    rows = [
+        row[: lengths.get(number)] for number, row in enumerate(generated[:, longest:].tolist())
+    ]
     return [[*takewhile(lambda token: token not in ends, row)] for row in rows]
 
 

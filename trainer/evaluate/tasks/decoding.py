@@ -79,7 +79,7 @@ def run(job: Job) -> list[EvalRow]:
     """Returns, for each length and batch, a row for each kind of dense attention and one for each
     setting of a routing.
     """
-    settings, notes = job.cfg.eval.decoding, job.methods.notes
+    settings, notes = job.cfg.eval.decoding, job.compared.notes
     cases = _cases(job)
     sizes = list(product(settings.lengths, settings.batches))
     advance = job.bar("decoding", len(cases) * len(sizes))
@@ -101,9 +101,13 @@ def run(job: Job) -> list[EvalRow]:
                 done.append((case, case.measure(batch, length)))
             except BackendUnavailable as reason:
                 notes.append(f"{case.method} {where}: not timed: {reason}")
-        notes.extend(f"{case.method} {where}: {each.note}" for case, each in done if each.note)
-        dense = {case.method.variants[0]: each.rate for case, each in done if case.method.is_dense}
-        rows += [as_row(case, batch, length, each, dense) for case, each in done]
+        notes.extend(
+            f"{case.method} {where}: {result.note}" for case, result in done if result.note
+        )
+        dense = {
+            case.method.variants[0]: result.rate for case, result in done if case.method.is_dense
+        }
+        rows += [as_row(case, batch, length, result, dense) for case, result in done]
     return rows
 
 
@@ -119,7 +123,7 @@ def check_sizes(cfg: EvalRunConfig, model: Described | Loaded, methods: Compared
 
 
 def _cases(job: Job) -> list[DecodingCase]:
-    model, cfg, routings = job.loaded.model, job.cfg, job.methods.bucket_routings
+    model, cfg, routings = job.loaded.model, job.cfg, job.compared.bucket_routings
     if all(routing.router.artifact is None for routing in routings):
         routings = [random_router(cfg, model), *routings]
     tokens, seed = cfg.eval.decoding.tokens, cfg.seed
@@ -153,12 +157,12 @@ def _cases(job: Job) -> list[DecodingCase]:
     attached += [case for routing in routings for case in routing.cases(model)]
     return cases + [
         DecodingCase(
-            each.method,
-            each.setting,
+            case.method,
+            case.setting,
             "generate",
-            partial(measure_generate, model, fixed, tokens, each.attach),
+            partial(measure_generate, model, fixed, tokens, case.attach),
         )
-        for each in attached
+        for case in attached
     ]
 
 

@@ -56,10 +56,8 @@ def beginnings(cfg: EvalRunConfig, tokenizer: Any) -> Iterator[Tensor]:
     BOS is the first of them if there is one.
     """
     settings = cfg.eval.documents
-    least, first = (
-        settings.least_tokens,
-        [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id],
-    )
+    least = settings.least_tokens
+    first = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     for document in data.documents(cfg.data, heldout=True):
         if len(document.text) < least - len(first):  # a token has a character at least
             continue

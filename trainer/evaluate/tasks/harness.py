@@ -36,9 +36,9 @@ def check_config(cfg: EvalRunConfig) -> None:
     """Raises UserError if there are no tasks, or no such folder."""
     tasks, folder = cfg.eval.harness.tasks, cfg.eval.harness.include_path
     require(bool(tasks), "eval.harness.tasks", tasks, "expected one or more tasks of lm_eval")
-    found = folder is None or os.path.isdir(os.path.expanduser(folder))
+    exists = folder is None or os.path.isdir(os.path.expanduser(folder))
     require(
-        found, "eval.harness.include_path", folder, "expected a folder with YAML files of tasks"
+        exists, "eval.harness.include_path", folder, "expected a folder with YAML files of tasks"
     )
 
 
@@ -51,7 +51,7 @@ def run(job: Job) -> list[EvalRow]:
     positions, or a task has no metric with a number.
     """
     settings = job.cfg.eval.harness
-    tried = job.methods.cases(job.loaded.model, settings.sparsities, settings.probes or None)
+    tried = job.compared.cases(job.loaded.model, settings.sparsities, settings.probes or None)
     rows: list[EvalRow] = []
     dense: dict[tuple[str, int | None], float] = {}
     for number, case in enumerate(tried, start=1):
@@ -61,10 +61,10 @@ def run(job: Job) -> list[EvalRow]:
         for asked in job.prepared["harness"]:
             group = asked.benchmark, asked.length
             key = "harness", number, case.method, case.setting, *group
-            if (found := job.kept.get(*key)) is None:
-                found = job.kept.add([_row(job, case, model, asked, dense.get(group))], *key)
-            dense.setdefault(group, found[0].score)
-            rows += found
+            if (task_rows := job.kept.get(*key)) is None:
+                task_rows = job.kept.add([_row(job, case, model, asked, dense.get(group))], *key)
+            dense.setdefault(group, task_rows[0].score)
+            rows += task_rows
     return rows
 
 
@@ -142,10 +142,12 @@ def _row(
     """
     with case.attach() as sparse:
         with cost(job.loaded.model.device) as measured:
-            found = _evaluate(job.cfg, model, asked, uses_chat(job.loaded.tokenizer, job.cfg.chat))
+            results = _evaluate(
+                job.cfg, model, asked, uses_chat(job.loaded.tokenizer, job.cfg.chat)
+            )
         spent = read_and_spent(sparse, measured.seconds / len(asked.samples), measured.peak_mb)
-    metric, filtered, score = main_metric(found["results"][asked.name], asked.length)
-    answered = [sample for sample in found["samples"][asked.name] if sample["filter"] == filtered]
+    metric, filtered, score = main_metric(results["results"][asked.name], asked.length)
+    answered = [sample for sample in results["samples"][asked.name] if sample["filter"] == filtered]
     values = [
         float(sample[metric]) for sample in answered if isinstance(sample.get(metric), int | float)
     ]
@@ -194,7 +196,7 @@ def main_metric(result: dict[str, Any], length: int | None = None) -> tuple[str,
             scores.append((metric, filtered, float(value)))
     if not scores:
         raise UserError(f"eval.harness: the task {result.get('alias')} has no metric with a number")
-    return next((each for each in scores if each[0] == str(length)), scores[0])
+    return next((score for score in scores if score[0] == str(length)), scores[0])
 
 
 TASK = Task(

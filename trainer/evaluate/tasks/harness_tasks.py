@@ -70,15 +70,15 @@ def load_samples(cfg: EvalRunConfig, model: Described | Loaded) -> list[TaskSamp
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     random.seed(cfg.seed)  # tasks that make their prompts draw from the global generators
     np.random.seed(cfg.seed)
-    found = []
+    samples = []
     with tempfile.TemporaryDirectory() as folder:
         model.tokenizer.save_pretrained(folder)
         for names, lengths, metadata in _metadata(cfg, folder):
             with load_failures(f"eval.harness.tasks={','.join(names)}", PARQUET):
                 tasks = _manager(cfg, names, metadata).load(names)["tasks"]
             for name, task in tasks.items():
-                found += _by_length(cfg, name, task, lengths)
-    return found
+                samples += _by_length(cfg, name, task, lengths)
+    return samples
 
 
 def _manager(cfg: EvalRunConfig, names: list[str], metadata: dict[str, Any]) -> "TaskManager":

@@ -88,7 +88,7 @@ def run(job: Job) -> list[EvalRow]:
 
     Rows of the other situations follow.
     """
-    model, settings, blocks = job.loaded.model, job.cfg.eval.latency, job.methods.block_selections
+    model, settings, blocks = job.loaded.model, job.cfg.eval.latency, job.compared.block_selections
     if not any(block.gate for block in blocks):
         blocks = [random_gate(job.cfg, model), *blocks]
     kernels = SDPA_BACKENDS[model.device.type]
@@ -103,9 +103,9 @@ def run(job: Job) -> list[EvalRow]:
     ]
     plan = [(length, WHOLE_PROMPT, cases) for length in settings.lengths]
     plan += [
-        (length, each, of_situations)
+        (length, situation, of_situations)
         for length in settings.lengths
-        for each in situations(length, settings)
+        for situation in situations(length, settings)
     ]
     prompt, random_keys = job.prepared["latency"].to(model.device), job.cfg.model.init == "random"
     advance = job.bar("latency", sum(len(of_case) for _, _, of_case in plan))
@@ -131,10 +131,10 @@ def run(job: Job) -> list[EvalRow]:
                     )
             except BackendUnavailable as reason:
                 where = f"{length:,} tokens" + f", {situation.name}" * bool(situation.name)
-                job.methods.notes.append(f"{case.method} at {where}: not timed: {reason}")
+                job.compared.notes.append(f"{case.method} at {where}: not timed: {reason}")
             advance()
         rows += _rows_of(done, length, situation)
-    return _with_break_even(rows, job.methods.notes)
+    return _with_break_even(rows, job.compared.notes)
 
 
 def prepare(cfg: EvalRunConfig, model: Described | Loaded) -> Tensor:
@@ -143,10 +143,8 @@ def prepare(cfg: EvalRunConfig, model: Described | Loaded) -> Tensor:
     """
     longest = max(cfg.eval.latency.lengths)
     if cfg.model.init == "random":
-        vocabulary, generator = (
-            text_config(model.config).vocab_size,
-            torch.Generator().manual_seed(cfg.seed),
-        )
+        vocabulary = text_config(model.config).vocab_size
+        generator = torch.Generator().manual_seed(cfg.seed)
         return torch.randint(vocabulary, (1, longest), generator=generator)
     with_bos = model.tokenizer.bos_token_id is not None
     ids = data.encode(
@@ -162,16 +160,16 @@ def prepare(cfg: EvalRunConfig, model: Described | Loaded) -> Tensor:
 
 def situations(length: int, settings: LatencyConfig) -> list[Situation]:
     """Returns the situations, besides a whole prompt, in which ``length`` tokens are measured."""
-    found = []
+    others = []
     if settings.chunk is not None and length >= 2 * settings.chunk:
-        found.append(Situation(f"chunks of {settings.chunk}", chunk=settings.chunk))
+        others.append(Situation(f"chunks of {settings.chunk}", chunk=settings.chunk))
     if settings.turn is not None and length >= 2 * settings.turn:
-        found.append(
+        others.append(
             Situation(
                 f"{settings.turn} new after {length - settings.turn}", cached=length - settings.turn
             )
         )
-    return found
+    return others
 
 
 def _rows_of(
@@ -180,16 +178,18 @@ def _rows_of(
     """Returns the rows of the runs of one length and situation; of dense kernels, all only for
     whole prompts.
     """
-    dense = {case.method.variants[0]: each.median_s for case, each in done if case.method.is_dense}
+    dense = {
+        case.method.variants[0]: result.median_s for case, result in done if case.method.is_dense
+    }
     if situation is not WHOLE_PROMPT and dense:
         fastest = min(dense, key=lambda name: dense[name])
         dense = {fastest: dense[fastest]}
         done = [
-            (case, each)
-            for case, each in done
+            (case, result)
+            for case, result in done
             if not case.method.is_dense or case.method.variants[0] == fastest
         ]
-    return [as_row(case, length, each, dense, situation.name) for case, each in done]
+    return [as_row(case, length, result, dense, situation.name) for case, result in done]
 
 
 @contextmanager
@@ -241,10 +241,8 @@ def measure(
     prompt whose parts are measured is alone in its context, so its sparsity includes no prefill of
     cached tokens.
     """
-    new, next_cache = (
-        ids[:, situation.cached :],
-        partial(_cache, model, ids, situation, random_keys),
-    )
+    new = ids[:, situation.cached :]
+    next_cache = partial(_cache, model, ids, situation, random_keys)
     taken: list[float] = []
     peaks: list[float] = []
     with attached():
@@ -311,16 +309,16 @@ def _with_break_even(rows: list[EvalRow], notes: list[str]) -> list[EvalRow]:
     setting to ``notes``.
     """
     lengths: dict[tuple[Method, Setting], int | None] = {}
-    whole = [each for each in rows if not each.method.is_dense and not each.extra["situation"]]
-    for method, setting in dict.fromkeys((each.method, each.setting) for each in whole):
-        own = (each for each in rows if (each.method, each.setting) == (method, setting))
-        ratios = {each.extra["length"]: each.ratio_to_dense for each in own if each.ratio_to_dense}
+    whole = [row for row in rows if not row.method.is_dense and not row.extra["situation"]]
+    for method, setting in dict.fromkeys((row.method, row.setting) for row in whole):
+        own = (row for row in rows if (row.method, row.setting) == (method, setting))
+        ratios = {row.extra["length"]: row.ratio_to_dense for row in own if row.ratio_to_dense}
         lengths[method, setting] = tokens = break_even(ratios)
         where = "at no measured length" if tokens is None else f"from {tokens:,} tokens on"
         notes.append(f"{method}, {setting}: faster than the fastest dense attention {where}.")
     return [
-        replace(each, extra=each.extra | {"break_even": lengths.get((each.method, each.setting))})
-        for each in rows
+        replace(row, extra=row.extra | {"break_even": lengths.get((row.method, row.setting))})
+        for row in rows
     ]
 
 

@@ -98,18 +98,23 @@ def _at_length(job: Job, tasks: Mapping[str, list[LevalQuestion]], length: int) 
     asked = encode_questions(loaded.tokenizer, cfg, tasks, length)
 
     prompts = [
-        Question(torch.cat([each.document, each.rest])[None], settings.max_new_tokens)
-        for each in asked
+        Question(torch.cat([sample.document, sample.rest])[None], settings.max_new_tokens)
+        for sample in asked
     ]
 
     def row(
-        found: list[Likelihood], spent: dict[str, Any], case: MethodSetting, dense: EvalRow | None
+        likelihoods: list[Likelihood],
+        spent: dict[str, Any],
+        case: MethodSetting,
+        dense: EvalRow | None,
     ) -> EvalRow:
         scores = None
         if settings.answers:
             texts = answer(loaded, prompts, case, lambda: None).texts
-            scores = [score(each.question, text) for each, text in zip(asked, texts, strict=True)]
-        return as_row(case, asked, found, scores, spent, length, dense)
+            scores = [
+                score(sample.question, text) for sample, text in zip(asked, texts, strict=True)
+            ]
+        return as_row(case, asked, likelihoods, scores, spent, length, dense)
 
     def read(
         case: MethodSetting, advance: Callable[[], None], dense: EvalRow | None
@@ -127,9 +132,9 @@ def _at_length(job: Job, tasks: Mapping[str, list[LevalQuestion]], length: int) 
 
     plan = [
         Measurement(("leval", length, case.method, case.setting), partial(read, case), len(asked))
-        for case in job.methods.prefill_cases(loaded.model, settings.sparsities)
+        for case in job.compared.prefill_cases(loaded.model, settings.sparsities)
     ]
-    for method in job.methods.bucket_routings:
+    for method in job.compared.bucket_routings:
         cases = method.cases(loaded.model, settings.probes, settings.keys)
         key = "leval", length, method.method, *(case.setting for case in cases)
         plan.append(Measurement(key, partial(decode, method, cases), len(asked)))
@@ -143,8 +148,8 @@ def read_tasks(cfg: EvalRunConfig) -> dict[str, list[LevalQuestion]]:
     settings = cfg.eval.leval
     if settings.path is None:
         raise UserError("eval.leval.path=null: a jsonl file of L-Eval, or a folder or glob of them")
-    found = read_leval("eval.leval.path", settings.path)
-    return {name: _spread(questions, settings.questions) for name, questions in found.items()}
+    tasks = read_leval("eval.leval.path", settings.path)
+    return {name: _spread(questions, settings.questions) for name, questions in tasks.items()}
 
 
 def _spread(questions: list[LevalQuestion], number: int | None) -> list[LevalQuestion]:
@@ -169,7 +174,7 @@ def encode_questions(
     """
     opening, reply = around_prompt(tokenizer, cfg.chat)
     documents: dict[str, list[int]] = {}  # several questions share a document
-    settings, found = cfg.eval.leval, []
+    settings, encoded = cfg.eval.leval, []
     for name, questions in tasks.items():
         for question in questions:
             if question.document not in documents:
@@ -197,8 +202,8 @@ def encode_questions(
                 for tokens in _encode(tokenizer, [f" {letter}" for letter in question.options])
             ]
             parts = map(torch.tensor, ([*opening, *document], rest, gold, letters))
-            found.append(Asked(name, question, *parts))
-    return found
+            encoded.append(Asked(name, question, *parts))
+    return encoded
 
 
 def _encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
@@ -219,21 +224,21 @@ def prefilled(
     """Returns the likelihoods after a prefill of each prompt with the attention of ``case``, and
     what was read and spent.
     """
-    device, found, spent = loaded.model.device, [], []
+    device, likelihoods, spent = loaded.model.device, [], []
     if device.type == "cuda":  # not timed: kernels compile at their first call
         with case.attach():
             _read(loaded, DynamicCache(), asked[0].document)
-    for each in asked:
+    for sample in asked:
         cache = DynamicCache()
         with case.attach() as sparse:
             with cost(device) as measured:
-                hidden = [_read(loaded, cache, torch.cat([each.document, each.rest]))[:, -1:]]
+                hidden = [_read(loaded, cache, torch.cat([sample.document, sample.rest]))[:, -1:]]
             spent.append(read_and_spent(sparse, measured.seconds, measured.peak_mb))
-        if len(each.gold) > 1:  # nothing is attached: new tokens read every key
-            hidden.append(_read(loaded, cache, each.gold[:-1]))
-        found.append(likelihood(loaded, torch.cat(hidden, dim=1), each))
+        if len(sample.gold) > 1:  # nothing is attached: new tokens read every key
+            hidden.append(_read(loaded, cache, sample.gold[:-1]))
+        likelihoods.append(likelihood(loaded, torch.cat(hidden, dim=1), sample))
         advance()
-    return found, mean_spent(spent)
+    return likelihoods, mean_spent(spent)
 
 
 @torch.inference_mode()
@@ -247,13 +252,13 @@ def decoded(
     """Returns the result of :func:`prefilled` for each setting; all share one dense prefill of each
     document.
     """
-    found: list[list[Likelihood]] = [[] for _ in plan]
+    by_case: list[list[Likelihood]] = [[] for _ in plan]
     spent: list[list[dict[str, Any]]] = [[] for _ in plan]
-    for each in asked:
-        cache, steps = DynamicCache(), torch.cat([each.rest, each.gold])[:-1]
+    for sample in asked:
+        cache, steps = DynamicCache(), torch.cat([sample.rest, sample.gold])[:-1]
         with method.attach(loaded.model, 0):
-            _read(loaded, cache, each.document)
-        for case, likelihoods, spent_by in zip(plan, found, spent, strict=True):
+            _read(loaded, cache, sample.document)
+        for case, likelihoods, spent_by in zip(plan, by_case, spent, strict=True):
             with case.attach() as sparse:
                 with cost(loaded.model.device) as measured:
                     hidden = [_read(loaded, cache, part) for part in steps.split(MAX_ROUTED_TOKENS)]
@@ -262,10 +267,10 @@ def decoded(
                 )
             cache.crop(-len(steps))
             likelihoods.append(
-                likelihood(loaded, torch.cat(hidden, dim=1)[:, -len(each.gold) :], each)
+                likelihood(loaded, torch.cat(hidden, dim=1)[:, -len(sample.gold) :], sample)
             )
         advance()
-    return [(each, mean_spent(parts)) for each, parts in zip(found, spent, strict=True)]
+    return [(of_case, mean_spent(parts)) for of_case, parts in zip(by_case, spent, strict=True)]
 
 
 def mean_spent(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -349,7 +354,7 @@ def longest_common(one: Sequence[str], other: Sequence[str]) -> int:
 def as_row(
     case: MethodSetting,
     asked: list[Asked],
-    found: list[Likelihood],
+    likelihoods: list[Likelihood],
     scores: list[float] | None,
     spent: dict[str, Any],
     length: int,
@@ -360,10 +365,10 @@ def as_row(
 
     The interval of the ratio is that of the paired differences of the same questions.
     """
-    logs = _by_task(asked, [each.log_mean for each in found])
+    logs = _by_task(asked, [result.log_mean for result in likelihoods])
     log_mean, spread = fmean(map(fmean, logs.values())), stratified_interval(list(logs.values()))
     rise, bounds = (0.0, (0.0, 0.0)) if dense is None else paired_means(logs, dense.extra["logs"])
-    choices = [each.right for each in found if each.right is not None]
+    choices = [result.right for result in likelihoods if result.right is not None]
     extra: dict[str, Any] = {
         "length": length,
         "latency_of": "a decoded token" if spent["sparsity"] is None else "a prefill",
@@ -396,8 +401,8 @@ def as_row(
 
 def _by_task(asked: list[Asked], values: Sequence[float]) -> dict[str, list[float]]:
     by_task: dict[str, list[float]] = {}
-    for each, value in zip(asked, values, strict=True):
-        by_task.setdefault(each.task, []).append(value)
+    for sample, value in zip(asked, values, strict=True):
+        by_task.setdefault(sample.task, []).append(value)
     return by_task
 
 

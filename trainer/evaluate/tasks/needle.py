@@ -63,13 +63,13 @@ class Samples:
         """Numbers of last tokens that depend on the needle: of the answers without a token of white
         space that begins them.
         """
-        found = []
+        counts = []
         for ids, prompt in zip(self.ids, self.prompts, strict=True):
             texts = [self.tokenizer.decode([id]) for id in ids[-prompt.answer_tokens :].tolist()]
-            found.append(
+            counts.append(
                 len(texts) - next((at for at, text in enumerate(texts) if text.strip()), 0)
             )
-        return found
+        return counts
 
     @property
     def longest(self) -> int:
@@ -103,17 +103,15 @@ class Samples:
         """Returns a prompt of each depth with the ``expected`` and the predicted ``answer``; the
         same for every method.
         """
-        found, decode, shown = self.found(predicted), self.tokenizer.decode, []
+        correct, decode, shown = self.found(predicted), self.tokenizer.decode, []
         for i in (self.depths.index(depth) for depth in dict.fromkeys(self.depths)):
             asked, last = self.prompts[i], self.judged[i]
-            prompt, expected = (
-                decode(self.ids[i, :-last], skip_special_tokens=True),
-                decode(self.ids[i, -last:]),
-            )
+            prompt = decode(self.ids[i, :-last], skip_special_tokens=True)
+            expected = decode(self.ids[i, -last:])
             given = {
                 "expected": expected,
                 "answer": decode(predicted[i, -last:]),
-                "correct": found[i],
+                "correct": correct[i],
             }
             shown.append({"prompt": excerpt(prompt, asked.statement, asked.question), **given})
         return shown
@@ -171,10 +169,10 @@ def _at_length(job: Job, samples: Samples) -> list[EvalRow]:
             partial(read, case),
             len(samples.prefills()),
         )
-        for case in job.methods.prefill_cases(loaded.model, settings.sparsities)
+        for case in job.compared.prefill_cases(loaded.model, settings.sparsities)
     ]
     for number, method in enumerate(
-        job.methods.with_independent(settings.independent).bucket_routings
+        job.compared.with_independent(settings.independent).bucket_routings
     ):
         every = method.cases(loaded.model, settings.probes, settings.keys)
         # The window alone is the same for every router; a setting that is given twice is measured
@@ -329,10 +327,10 @@ def as_row(
     """Returns the row of a result; ``dense`` is the row of dense attention, None for dense
     attention itself.
     """
-    found = samples.found(result.predicted)
-    accuracy = sum(found) / len(found)
+    correct = samples.found(result.predicted)
+    accuracy = sum(correct) / len(correct)
     by_depth: dict[str, list[bool]] = {}
-    for depth, hit in zip(samples.depths, found, strict=True):
+    for depth, hit in zip(samples.depths, correct, strict=True):
         by_depth.setdefault(f"{depth:g}", []).append(hit)
     routed = result.spent["sparsity"] is None
     extra = {
@@ -340,17 +338,15 @@ def as_row(
         "needles": cfg.eval.needle.needles,
         "question": cfg.eval.needle.question if routed else "sparse" if dense else "dense",
         "latency_of": "a decoded token, batched" if routed else "a prefill",
-        "correct": found,
+        "correct": correct,
         "by_depth": {depth: sum(hits) / len(hits) for depth, hits in by_depth.items()},
         "examples": samples.examples(result.predicted),
     }
-    interval, ratio = (
-        wilson(sum(found), len(found)),
-        ratio_to(dense.score if dense else None, accuracy),
-    )
+    interval = wilson(sum(correct), len(correct))
+    ratio = ratio_to(dense.score if dense else None, accuracy)
     fields: dict[str, Any] = {
         "ratio_to_dense": ratio,
-        "samples": len(found),
+        "samples": len(correct),
         "extra": extra,
         **result.spent,
     }

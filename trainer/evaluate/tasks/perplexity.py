@@ -91,7 +91,7 @@ def compare(
     bits_per_byte = len(texts) * (length - 1) / math.log(2) / num_bytes
     to_row = partial(as_row, task, bits_per_byte_of_nats=bits_per_byte, length=length)
     runs: list[PerplexityRun] = []  # runs of dense attention
-    dense_case, *cases = job.methods.prefill_cases(loaded.model, sparsities)
+    dense_case, *cases = job.compared.prefill_cases(loaded.model, sparsities)
 
     def dense(advance: Callable[[], None], _: EvalRow | None) -> list[EvalRow]:
         prefill(loaded, texts[0])  # warm-up
@@ -106,8 +106,8 @@ def compare(
                 prefill(loaded, ids)
                 advance()
             recall = attached.stats()["recall"]
-        found = measure(loaded, texts, case.attach(), advance, runs[0].hidden)
-        return [to_row(case, replace(found, recall=recall), runs[0])]
+        measured = measure(loaded, texts, case.attach(), advance, runs[0].hidden)
+        return [to_row(case, replace(measured, recall=recall), runs[0])]
 
     plan = [Measurement(None, dense, len(texts))]
     for case in cases:
@@ -142,10 +142,10 @@ def measure(
                 hidden = prefill(loaded, ids)
             seconds.append(spent.seconds)
             peaks.append(spent.peak_mb)
-            found = token_scores(
+            by_token = token_scores(
                 loaded.model, hidden, ids, None if dense is None else dense[number]
             )
-            scores.append(tuple(each.double().mean().item() for each in found))
+            scores.append(tuple(values.double().mean().item() for values in by_token))
             if dense is None:
                 hidden_states.append(hidden.cpu())
             advance()

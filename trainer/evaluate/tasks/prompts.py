@@ -26,7 +26,7 @@ def run(job: Job) -> list[EvalRow]:
     """
     loaded, settings = job.loaded, job.cfg.eval.prompts
     prompts, encoded = read_prompts(settings.path), job.prepared["prompts"]
-    tried = job.methods.with_independent(settings.independent).cases(
+    tried = job.compared.with_independent(settings.independent).cases(
         loaded.model, settings.sparsities
     )
     advance = job.bar("prompts", len(tried) * len(prompts))
@@ -51,8 +51,8 @@ def prepare(cfg: EvalRunConfig, model: Described | Loaded) -> list[Tensor]:
     """
     settings = cfg.eval.prompts
     encoded = [
-        encode_prompt(model.tokenizer, each.prompt, cfg.chat)
-        for each in read_prompts(settings.path)
+        encode_prompt(model.tokenizer, entry.prompt, cfg.chat)
+        for entry in read_prompts(settings.path)
     ]
     for number, ids in enumerate(encoded, start=1):
         given = (

@@ -37,14 +37,16 @@ def collect(
     """
     config, routings = loaded.model.config, methods.bucket_routings
     maps = BlockMaps(models.served_layers(config), models.num_heads(config), heads=1, side=MAP_SIDE)
-    shown = [each for each in methods.block_selections if each.gate] or [
-        each
-        for each in methods.block_selections
-        if each.method.is_served and each.method != Random.method
+    shown = [selection for selection in methods.block_selections if selection.gate] or [
+        selection
+        for selection in methods.block_selections
+        if selection.method.is_served and selection.method != Random.method
     ]
     settings = shown[0].settings(sorted(cfg.eval.recall.sparsities)) if shown else []
     probes = (
-        min(routings[0].probes, *(each.router.num_buckets for each in routings)) if routings else 0
+        min(routings[0].probes, *(routing.router.num_buckets for routing in routings))
+        if routings
+        else 0
     )
     most, decoded = -1.0, {}
 
@@ -53,26 +55,26 @@ def collect(
         if settings and maps.shows(x.layer):
             _add_maps(maps, x, shown[0].selection(settings[-1][1]))
         if routed := [
-            each
-            for each in routings
-            if x.layer in each.router.layers and x.layer not in each.dense_layers
+            routing
+            for routing in routings
+            if x.layer in routing.router.layers and x.layer not in routing.dense_layers
         ]:
             far, reads = _reads_of_newest(x, routed, probes)
             if far > most:
                 most, decoded = far, reads
 
     visit_layers(loaded.model, add, [chunk])
-    found: dict[Method, dict[str, Any]] = {}
+    by_method: dict[Method, dict[str, Any]] = {}
     if settings:
         heads = [
             {
                 "layer": layer,
                 "head": head,
-                "maps": [[_rounded(row) for row in each] for each in of_head],
+                "maps": [[_rounded(row) for row in blocks] for blocks in of_head],
             }
             for (layer, head), of_head in maps.maps.items()
         ]
-        found[shown[0].method] = {
+        by_method[shown[0].method] = {
             "maps": {
                 "method": shown[0].method.label,
                 "setting": str(settings[-1][0]),
@@ -80,8 +82,8 @@ def collect(
             }
         }
     if decoded:
-        found[routings[0].method] = {"decoded": decoded}
-    return found
+        by_method[routings[0].method] = {"decoded": decoded}
+    return by_method
 
 
 def _add_maps(maps: BlockMaps, x: LayerInputs, selection: Selection) -> None:

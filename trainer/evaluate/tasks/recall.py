@@ -96,7 +96,7 @@ def run(job: Job) -> list[EvalRow]:
     The last row of one block selection and of one routing carries the data of the report's
     pictures.
     """
-    loaded, cfg, methods, settings = job.loaded, job.cfg, job.methods, job.cfg.eval.recall
+    loaded, cfg, methods, settings = job.loaded, job.cfg, job.compared, job.cfg.eval.recall
     chunks = job.prepared["recall"]
     routings = methods.with_independent(settings.independent).bucket_routings
     recalls: dict[tuple[Method, Setting], MethodRecall] = {}
@@ -207,7 +207,8 @@ def bucket_recalls(
     scores = routing.router.scores_at(x, positions, routing.recent, by_head=routing.independent)
     if routing.independent:  # every query head has key/value heads of its own
         k, v, buckets = (
-            each.repeat_interleave(x.q.shape[1] // x.k.shape[1], 1) for each in (x.k, x.v, buckets)
+            tensor.repeat_interleave(x.q.shape[1] // x.k.shape[1], 1)
+            for tensor in (x.k, x.v, buckets)
         )
         x = replace(x, k=k, v=v)
     sizes = bucket_sizes(buckets[0], positions, num_buckets)

@@ -41,7 +41,7 @@ def run(job: Job) -> list[EvalRow]:
 
 def _at_length(job: Job, hay: ruler.Haystack, length: int) -> list[EvalRow]:
     cfg, settings, loaded = job.cfg, job.cfg.eval.ruler, job.loaded
-    methods = job.methods.with_independent(settings.independent)
+    methods = job.compared.with_independent(settings.independent)
     samples = make_samples(cfg, loaded.tokenizer, hay, length)
     questions = [
         Question(
@@ -80,7 +80,7 @@ def read_haystack(cfg: EvalRunConfig) -> ruler.Haystack:
     questions.
     """
     settings = cfg.eval.ruler
-    text = " ".join(each.text for each in haystack(cfg.data, settings.haystack))
+    text = " ".join(document.text for document in haystack(cfg.data, settings.haystack))
     files = {
         task: (f"eval.ruler.{name}", getattr(settings, name))
         for task, name in QUESTION_FILES.items()
@@ -97,11 +97,11 @@ def read_haystack(cfg: EvalRunConfig) -> ruler.Haystack:
 def make_samples(
     cfg: EvalRunConfig, tokenizer: Any, hay: ruler.Haystack, length: int
 ) -> dict[str, list[ruler.Sample]]:
-    found, sizing = {}, _room_and_count(cfg, tokenizer, length)
+    samples, sizing = {}, _room_and_count(cfg, tokenizer, length)
     for name in cfg.eval.ruler.asked():
         with _refused(length, name):
-            found[name] = ruler.TASKS[name].samples(_seeds(cfg, length, name), hay, *sizing)
-    return found
+            samples[name] = ruler.TASKS[name].samples(_seeds(cfg, length, name), hay, *sizing)
+    return samples
 
 
 def _seeds(cfg: EvalRunConfig, length: int, name: str) -> list[tuple[int, ...]]:
@@ -169,7 +169,7 @@ def as_row(
     scores = {
         name: [sample.score(next(texts)) for sample in drawn] for name, drawn in samples.items()
     }
-    by_task = {name: fmean(each) for name, each in scores.items()}
+    by_task = {name: fmean(values) for name, values in scores.items()}
     score, interval = fmean(by_task.values()), within(stratified_interval(list(scores.values())))
     dense_score, dense_scores = (dense.score, dense.extra["scores"]) if dense else (score, scores)
     _, rise = paired_means(scores, dense_scores)

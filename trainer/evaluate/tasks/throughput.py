@@ -69,7 +69,7 @@ def run(job: Job) -> list[EvalRow]:
     attention and one that is sparse.
     """
     settings, model = job.cfg.eval.throughput, job.loaded.model
-    cases = _cases(model, job.cfg, job.methods)
+    cases = _cases(model, job.cfg, job.compared)
     sizes = list(product(settings.lengths, settings.requests))
     advance = job.bar("throughput", len(cases) * len(sizes))
     rows: list[EvalRow] = []
@@ -80,8 +80,10 @@ def run(job: Job) -> list[EvalRow]:
             release_memory()  # frees the last measurement's cache and graphs
             done.append((case, measure(model, case.attach, prompts, settings)))
             advance()
-        dense = {case.method.variants[0]: each.rate for case, each in done if case.method.is_dense}
-        rows += [as_row(case, length, requests, each, dense) for case, each in done]
+        dense = {
+            case.method.variants[0]: result.rate for case, result in done if case.method.is_dense
+        }
+        rows += [as_row(case, length, requests, result, dense) for case, result in done]
     return rows
 
 
@@ -89,11 +91,11 @@ def _cases(model: PreTrainedModel, cfg: EvalRunConfig, methods: Compared) -> lis
     """Returns the methods to measure: dense attention, then the gate and the router together, or
     random ones.
     """
-    block = next((each for each in methods.block_selections if each.gate), None) or random_gate(
-        cfg, model
-    )
+    block = next(
+        (selection for selection in methods.block_selections if selection.gate), None
+    ) or random_gate(cfg, model)
     routing = next(
-        (each for each in methods.bucket_routings if each.router.artifact), None
+        (routing for routing in methods.bucket_routings if routing.router.artifact), None
     ) or random_router(cfg, model)
     sparsity = block.select.sparsity
     (described, select), *_ = block.settings([] if sparsity is None else [sparsity])
@@ -148,14 +150,12 @@ def measure(
             with nullcontext() if sparse is None else sparse.statistics.unchanged():
                 _answers(manager, prompts, settings.tokens)
             answers = _answers(manager, prompts, settings.tokens)
-    begin, end = (
-        min(each.created_time for each in answers),
-        max(each.timestamps[-1] for each in answers),
-    )
+    begin = min(answer.created_time for answer in answers)
+    end = max(answer.timestamps[-1] for answer in answers)
     return ThroughputRun(
         seconds=end - begin,
-        answers=[each.generated_tokens for each in answers],
-        first_tokens=sorted(each.timestamps[0] - each.created_time for each in answers),
+        answers=[answer.generated_tokens for answer in answers],
+        first_tokens=sorted(answer.timestamps[0] - answer.created_time for answer in answers),
         peak_mb=spent.peak_mb,
         stats=sparse.stats() if sparse else {},
     )

@@ -79,8 +79,8 @@ def random_cache(
         device=model.device,
     )
     generator = torch.Generator(model.device).manual_seed(seed)
-    for each in cache.layers:
-        layer: Any = each
+    layers: list[Any] = cache.layers
+    for layer in layers:
         layer.keys.normal_(generator=generator)
         layer.values.normal_(generator=generator)
         layer.cumulative_length.fill_(length)
@@ -106,7 +106,9 @@ def random_dynamic_cache(
     config = model.config
     cache = DynamicCache(config=config)
     generator = torch.Generator(model.device).manual_seed(seed)
-    for layer in [i for i, each in enumerate(cache.layers) if isinstance(each, CacheLayerMixin)]:
+    for layer in [
+        i for i, cache_layer in enumerate(cache.layers) if isinstance(cache_layer, CacheLayerMixin)
+    ]:
         own: Any = models.text_config(config).per_layer_config[layer]
         size = batch, models.num_kv_heads(own), length, models.head_dim(own)
         k, v = (

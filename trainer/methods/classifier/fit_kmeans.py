@@ -87,10 +87,8 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
 
 def check_num_keys(cfg: FitKMeansConfig, num_chunks: int) -> None:
     """Raises UserError if there are fewer keys than buckets."""
-    num_keys, num_buckets = (
-        cfg.kmeans.num_sampled(num_chunks * (cfg.data.seq_len - 1)),
-        cfg.kmeans.num_buckets,
-    )
+    num_keys = cfg.kmeans.num_sampled(num_chunks * (cfg.data.seq_len - 1))
+    num_buckets = cfg.kmeans.num_buckets
     if num_buckets > num_keys:
         raise UserError(
             f"kmeans.num_buckets={num_buckets}: expected at most {num_keys}, the number of keys"
@@ -235,7 +233,7 @@ def write_artifact(
     artifacts.write(
         folder,
         kind="kmeans",
-        tensors={"centroids": torch.stack([each["centroids"] for each in tensors])},
+        tensors={"centroids": torch.stack([of_layer["centroids"] for of_layer in tensors])},
         config=asdict(cfg),
         model=loaded.fingerprint,
         details={

@@ -136,12 +136,12 @@ class OnlineBatches:
             index, buckets = self.layers.index(x.layer), key_buckets(x, source.partition)
             generator = self._generator(visit, x.layer)
             for slot, chosen in enumerate(positions, first_slot):
-                found = layer_targets(
+                batch = layer_targets(
                     x, source.partition, buckets, cfg, chosen, generator, cfg.batch_queries
                 )
-                rows = self._rows(found["counts"])
-                self.queries[index, slot] = found["queries"][rows]
-                self.targets[index, slot] = found["targets"][rows]
+                rows = self._rows(batch["counts"])
+                self.queries[index, slot] = batch["queries"][rows]
+                self.targets[index, slot] = batch["targets"][rows]
 
         with activity(f"drawing queries of prompt {visit}"):
             visit_layers(source.model, record, [{"input_ids": input_ids}], self.layers)

@@ -252,7 +252,8 @@ def routing_warning(metrics: Mapping[str, Any], probes: int | None) -> str | Non
         int(name[14:]) for name in metrics if re.fullmatch(r"recall_qmodel@[0-9]{1,6}", name)
     )
     count = max(
-        (each for each in measured if each <= (probes or each)), default=min(measured, default=None)
+        (buckets for buckets in measured if buckets <= (probes or buckets)),
+        default=min(measured, default=None),
     )
     own, kmeans = metrics.get(f"recall_qmodel@{count}"), metrics.get(f"recall_kmeans@{count}")
     if not isinstance(own, int | float) or not isinstance(kmeans, int | float) or own >= kmeans:

@@ -265,13 +265,13 @@ class TargetCache:
             for i in progress.track(own, description=f"{self.split} targets"):
                 seed = 1_000_003 * self.cfg.seed + 2 * i + (self.split == "train")
                 input_ids = self.chunks[i]["input_ids"].to(self.partition.centroids.device)
-                found = prompt_targets(model, self.partition, self.cfg.qmodel, input_ids, seed)
-                now = time.perf_counter()
-                self.parts.save(self.part_name(i), found, now - began)
+                targets = prompt_targets(model, self.partition, self.cfg.qmodel, input_ids, seed)
+                ended = time.perf_counter()
+                self.parts.save(self.part_name(i), targets, ended - began)
                 if first_done is not None and i == own[0]:
-                    first_done(now - began)
-                    now = time.perf_counter()
-                began = now  # the time of writing counts for the next prompt
+                    first_done(ended - began)
+                    ended = time.perf_counter()
+                began = ended  # the time of writing counts for the next prompt
         ranks.wait_for_everyone()
 
     def _check_disk_space(self, prompts: int, model: "PreTrainedModel", prints: bool) -> None:

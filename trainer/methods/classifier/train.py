@@ -181,7 +181,7 @@ class _Job:
         """The targets that are cached: those of training, unless they are drawn online, before the
         held-out ones.
         """
-        return [each for each in (self.train, self.heldout) if isinstance(each, TargetCache)]
+        return [cache for cache in (self.train, self.heldout) if isinstance(cache, TargetCache)]
 
     @property
     def device(self) -> torch.device:
@@ -194,11 +194,9 @@ class _Job:
     def print_estimate(self, ranks: PartialState, seconds: float) -> None:
         """Prints the time of the whole job on a CPU, given that of the first cached prompt."""
         if self.device.type == "cpu" and ranks.is_main_process:
-            prompts = 1 + sum(len(each.missing) for each in self.caches)
-            passes, steps = (
-                prompts / ranks.num_processes + KEY_CALIBRATION_CHUNKS,
-                self.cfg.train.steps,
-            )
+            prompts = 1 + sum(len(cache.missing) for cache in self.caches)
+            passes = prompts / ranks.num_processes + KEY_CALIBRATION_CHUNKS
+            steps = self.cfg.train.steps
             layers = -(-len(self.partition.layers) // ranks.num_processes)
             training = layers * steps * self.cfg.train.batch_size * self.seconds_per_batch()
             named = (
@@ -213,10 +211,8 @@ class _Job:
         partition = KMeans(whole.centroids[:1], whole.layers[:1], whole.rope)
         qmodel = QModel(partition, self.heads, cfg.hidden, residual=cfg.residual)
         rows = 1, self.heads, cfg.batch_queries
-        queries, targets = (
-            torch.ones(*rows, whole.centroids.shape[3]),
-            torch.full((*rows, whole.num_buckets), 1 / whole.num_buckets),
-        )
+        queries = torch.ones(*rows, whole.centroids.shape[3])
+        targets = torch.full((*rows, whole.num_buckets), 1 / whole.num_buckets)
         optimizer = torch.optim.Adam(qmodel.parameters(), fused=True)
         for _ in range(2):  # the first allocates
             began = time.perf_counter()
@@ -372,7 +368,7 @@ class _Job:
             {layer: note["metrics"] for layer, note in zip(partition.layers, notes, strict=True)}
         )
         metrics |= {
-            "cache_seconds_a_kv_head": sum(each.seconds() for each in self.caches) / kv_heads,
+            "cache_seconds_a_kv_head": sum(cache.seconds() for cache in self.caches) / kv_heads,
             "training_seconds_a_kv_head": sum(note["seconds"] for note in notes) / kv_heads,
         }
         artifacts.write(

@@ -12,7 +12,7 @@ Gates are trained without them, because gates that had them as inputs selected w
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast, final
 
 import torch
 from annotated_types import Interval
@@ -20,14 +20,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from msattn.kernels.common.checks import first_query
+from msattn.kernels.gate_blocks import gate_blocks
 from msattn.kernels.gate_scores import gate_scores
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.kernels.types import MaxPoolAttention
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import BlockSizes, GateConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, row_span
+from msattn.trainer.methods.base import GateScorer, Method
+from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, RowCandidates, row_span
 from msattn.trainer.methods.gate import scorer_class
 from msattn.trainer.methods.gate.artifact import GateArtifact, Shape
 from msattn.trainer.methods.thresholds import Allocation, BlockThresholds
@@ -265,11 +266,9 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
         for key in ("target", "mean_weight"):
             if getattr(details.gate, key) is None:
                 raise UserError(f"artifact {path}: details.gate has no {key}")
-        thresholds, layers, num_layers = (
-            details.thresholds,
-            details.layers,
-            artifact.manifest["model"]["num_layers"],
-        )
+        thresholds = details.thresholds
+        layers = details.layers
+        num_layers = artifact.manifest["model"]["num_layers"]
         if layers[-1] >= num_layers:
             raise UserError(
                 f"artifact {path}: details.layers={layers}: the model has {num_layers} layers"
@@ -312,18 +311,41 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
         )
 
     @torch.no_grad()
-    def scores(
-        self, x: LayerInputs, *, last_queries: bool = False, columns: Tensor | None = None
-    ) -> Tensor:
+    def scores(self, x: LayerInputs, **given: Any) -> Tensor:
         """Computes the block probabilities of a layer, fp32 ``[B, Hg, Tr, Tc]``.
 
         They are the softmax over the visible blocks of :meth:`logits` and of the products of
         mean-pooled queries and keys after RoPE, in one operation without gradients. ``Hg`` is the
-        number of query heads or of key/value heads, by ``gate.heads``. ``last_queries`` and
-        ``columns`` as in :func:`~msattn.kernels.gate_scores.gate_scores`. Where a cache keeps
-        pooled keys, ``x.pooled_keys`` stand for all keys. Raises ValueError as :meth:`logits`,
-        without ``x.pooled_keys``.
+        number of query heads or of key/value heads, by ``gate.heads``. ``given`` are further
+        arguments of :func:`~msattn.kernels.gate_scores.gate_scores`: ``last_queries``, ``columns``
+        and the like. Where a cache keeps pooled keys, ``x.pooled_keys`` stand for all keys. Raises
+        ValueError as :meth:`logits`, without ``x.pooled_keys``.
         """
+        return gate_scores(**self._arguments(x), **given)
+
+    @torch.no_grad()
+    def select(
+        self,
+        x: LayerInputs,
+        candidates: RowCandidates,
+        counts: Tensor,
+        limit: Mapping[str, Any],
+        **given: Any,
+    ) -> Tensor:
+        """Selects blocks by :meth:`scores`, see :class:`~msattn.trainer.methods.base.GateScorer`;
+        ``given`` as there.
+        """
+        return gate_blocks(
+            **self._arguments(x),
+            counts=counts,
+            local=candidates.local,
+            sink_blocks=candidates.sink_blocks,
+            **limit,
+            **given,
+        )
+
+    def _arguments(self, x: LayerInputs) -> dict[str, Any]:
+        """Returns the arguments of the operations on gates."""
         layer, cfg, pooled = cast(AttnGate, self.layers[x.layer]), self.cfg, x.pooled_keys
         weight = cast(float, cfg.mean_weight)
         queries, keys = self._inputs(x)
@@ -336,21 +358,19 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
             pooled = pool_keys(
                 cfg.cached_pools, keys, x.k, block_size=cfg.sizes.keys, start=x.kv_start
             )
-        return gate_scores(
-            queries,
-            pooled,
-            query_weight,
-            key_weight,
-            self._inv_freq(x),
-            q_pool=cfg.q_pool,
-            num_keys=x.num_keys,
-            kv_start=x.kv_start,
-            q_rope=x.q if weight else None,
-            mean_weight=weight * x.scale,
-            last_queries=last_queries,
-            columns=columns,
+        return {
+            "q": queries,
+            "pooled_k": pooled,
+            "query_weight": query_weight,
+            "key_weight": key_weight,
+            "inv_freq": self._inv_freq(x),
+            "q_pool": cfg.q_pool,
+            "num_keys": x.num_keys,
+            "kv_start": x.kv_start,
+            "q_rope": x.q if weight else None,
+            "mean_weight": weight * x.scale,
             **cfg.sizes.arguments,
-        )
+        }
 
     def _inputs(self, x: LayerInputs) -> tuple[Tensor, Tensor]:
         """Returns the queries and keys that are pooled: before RoPE, or for the paper's baseline
@@ -366,7 +386,7 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
 
 
 @dataclass(frozen=True)
-class GateScores:
+class GateScores(GateScorer):
     """Scores blocks by the probabilities of a trained gate.
 
     The last row block often holds a question in which only some tokens look far back, which pooling
@@ -379,7 +399,7 @@ class GateScores:
         "gate", trained=True, style={"color": "#0072B2", "marker": "o"}, other_color="#7B68EE"
     )
     allocation: ClassVar = Allocation(floor=0.5, pooled=True)
-    last_chunk_needs_keys: ClassVar = False  # its scores need every key, not only pooled keys
+    last_chunk_needs_keys: ClassVar = False
     gate: Gate
     last_block: str = "queries"
 
@@ -387,8 +407,25 @@ class GateScores:
     def sizes(self) -> BlockSizes:
         return self.gate.cfg.sizes
 
+    @final
     def __call__(self, x: LayerInputs) -> Tensor:
-        return self.gate.scores(x, last_queries=self.last_block == "queries" and x.ends_prompt)
+        return self.gate.scores(x, **self.given(x))
+
+    @final
+    def select(
+        self,
+        x: LayerInputs,
+        candidates: RowCandidates,
+        counts: Tensor,
+        limit: Mapping[str, Any],
+    ) -> Tensor:
+        return self.gate.select(x, candidates, counts, limit, **self.given(x))
+
+    def given(self, x: LayerInputs) -> dict[str, Any]:
+        """Returns what the scores of a pass take into account besides pooled queries, arguments of
+        :meth:`Gate.scores`. Scores of another kind override this, for :meth:`select` too.
+        """
+        return {"last_queries": self.last_block == "queries" and x.ends_prompt}
 
 
 scorer = GateScores

@@ -6,7 +6,7 @@ last queries contain the question, and other rows also need the keys that these 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,40 +46,35 @@ class QuestionScores(GateScores):
     last_chunk_needs_keys: ClassVar = True
 
     @torch.no_grad()
-    def __call__(self, x: LayerInputs) -> Tensor:
+    def given(self, x: LayerInputs) -> dict[str, Any]:
+        """Returns the attention of the last queries: least scores of columns, and of the last
+        rows.
+        """
         if not x.ends_prompt:
-            return self.gate.scores(x)
+            return {}
         masses = last_masses(x, LAST_QUERIES, self.sizes.keys)
         if self.gate.cfg.heads == "kv":  # a gate head serves all query heads of a group
             masses = masses.unflatten(1, (x.k.shape[1], -1)).amax(2)  # [B, Hg, n, Tc]
-        scores = self.gate.scores(x, columns=COLUMNS * normalize_rows(masses.sum(2)))
-        self._set_exact_rows(x, scores, masses)
-        return scores
+        last_rows, whole = self._exact_rows(x, masses)
+        columns = COLUMNS * normalize_rows(masses.sum(2))
+        return {"columns": columns, "last_rows": last_rows, "whole": whole}
 
-    def _set_exact_rows(self, x: LayerInputs, scores: Tensor, masses: Tensor) -> None:
-        """Sets the rows of ``scores`` that hold the last queries, of which
-        ``masses [B, Hg, n, Tc]`` are the attention.
+    def _exact_rows(self, x: LayerInputs, masses: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the exact scores of the row blocks that hold the last queries, of which
+        ``masses [B, Hg, n, Tc]`` are the attention, and the row blocks without other queries.
         """
         n, size = masses.shape[2], self.sizes.queries
         rows = row_span(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)
         positions = last_positions(x, n)
-        touched = min(scores.shape[2], 1 + -(-(n - 1) // size))
+        touched = min(rows.last.shape[1], 1 + -(-(n - 1) // size))
         last_row = rows.last.argmax(1)  # it holds the last query; row blocks after it are empty
         base = (last_row[:, None] - (touched - 1)).clamp(min=0)
         # padded queries, before row 0, have no mass
         row = ((positions - rows.first[:, :1]) // size - base).clamp(min=0)
-        exact = masses.new_zeros(*scores.shape[:2], touched, scores.shape[3])
-        exact = normalize_rows(
-            exact.scatter_reduce_(2, row[:, None, :, None].expand_as(masses), masses, "amax")
-        )
+        exact = masses.new_zeros(*masses.shape[:2], touched, masses.shape[3])
+        exact.scatter_reduce_(2, row[:, None, :, None].expand_as(masses), masses, "amax")
         index = base + torch.arange(touched, device=x.q.device)
-        whole = rows.first.gather(1, index) >= positions[:, :1]
-        index = index[:, None, :, None].expand_as(exact)
-        scores.scatter_(
-            2,
-            index,
-            torch.where(whole[:, None, :, None], exact, scores.gather(2, index).maximum(exact)),
-        )
+        return normalize_rows(exact), rows.first.gather(1, index) >= positions[:, :1]
 
 
 scorer = QuestionScores

@@ -78,10 +78,8 @@ class GrowingLayer(DynamicLayer):
             return
         self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
         length = int(layer.get_seq_length())
-        self.key_buffer, self.value_buffer = (
-            Buffer(layer.keys, length),
-            Buffer(layer.values, length),
-        )
+        self.key_buffer = Buffer(layer.keys, length)
+        self.value_buffer = Buffer(layer.values, length)
 
     def pool_keys(
         self, pools: Sequence[str], block_size: int, x: LayerInputs, rotation: Rotation | None
@@ -239,11 +237,9 @@ class BucketLayer(GrowingLayer):
         they get buckets only when the index needs them; this assumes consecutive positions in a
         sequence. Without it every pass must assign its own keys, otherwise KeysNotKnown is raised.
         """
-        start, num_new, num_keys = (
-            self.bucket_buffer.length,
-            x.k_nope.shape[2],
-            self.get_seq_length(),
-        )
+        start = self.bucket_buffer.length
+        num_new = x.k_nope.shape[2]
+        num_keys = self.get_seq_length()
         if start + num_new > num_keys:  # keys were assigned to the layer, which crop does not see
             raise RuntimeError(
                 f"assign: {start} keys have buckets, {num_new} are new, but layer {x.layer} holds "

@@ -5,6 +5,7 @@ preempted request finds it again. Only when a page is copied must its state be c
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from msattn.trainer.config import GateConfig
 from msattn.trainer.methods.gate.attn_gate import pool_keys
 from msattn.trainer.models.layer_attention import LayerInputs
-from msattn.trainer.models.rope import Rotation
+from msattn.trainer.models.rope import Rotation, keys_before_rope
 from msattn.trainer.serving.cache.bucket_sizes import BucketSizes
 
 
@@ -116,10 +117,8 @@ class PagedState:
         """Returns the whole blocks of a sequence by their number among those of all pages: int64
         ``[keys // block_size]``.
         """
-        blocks, per_page = (
-            torch.arange(keys // self.block_size, device=table.device),
-            self.page_size // self.block_size,
-        )
+        blocks = torch.arange(keys // self.block_size, device=table.device)
+        per_page = self.page_size // self.block_size
         return table[blocks // per_page].long() * per_page + blocks % per_page
 
     def keys(self, layer: int, table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
@@ -143,17 +142,13 @@ class PagedState:
         """
         assert self.gate is not None
         size, pooled = self.block_size, self.pooled[x.layer].flatten(0, 1)
-        tail, rotated, cached = x.k_nope, x.k, prompt.keys - prompt.queries
+        cached, keys = prompt.keys - prompt.queries, x.k
         if prompt.pooled * size < cached:
             older, _ = self.keys(x.layer, prompt.table, prompt.pooled * size, cached)
-            rotated = torch.cat([older, rotated], dim=2)
-            if x.rotates:
-                assert rotation is not None
-                older = rotation.invert(
-                    older, torch.arange(prompt.pooled * size, cached, device=older.device)[None]
-                )
-            tail = torch.cat([older, tail], dim=2)
-        new = pool_keys(self.gate.cached_pools, tail, rotated, block_size=size)
+            keys = torch.cat([older, keys], dim=2)
+        positions = torch.arange(cached, prompt.keys, device=keys.device)[None]
+        tail = keys_before_rope(replace(x, k=keys, positions=positions), 0, rotation)
+        new = pool_keys(self.gate.cached_pools, tail, keys, block_size=size)
         known, added = prompt.blocks[: prompt.pooled], prompt.blocks[prompt.pooled :]
         pooled[added] = new[0, :, : len(added)].transpose(0, 1)
         return torch.cat([pooled[known].transpose(0, 1)[None], new], dim=2)

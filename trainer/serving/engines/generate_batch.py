@@ -123,10 +123,8 @@ class Managers:
         and CUDA graphs.
         """
         resolved = manager.continuous_batching_config
-        captures, reason = (
-            self.cuda_graphs and resolved.cuda_graph_booleans[1],
-            uncapturable(decoder(self.model)),
-        )
+        captures = self.cuda_graphs and resolved.cuda_graph_booleans[1]
+        reason = uncapturable(decoder(self.model))
         if captures and reason is not None:
             warnings.warn(
                 f"generate_batch runs without CUDA graphs, more slowly: {reason}",

@@ -26,10 +26,8 @@ class WholeBlocks:
         self.block, self.last = block, last
         self._left = self._last = 0  # tokens of the pass
         self._process, self._schedule = scheduler._process_candidates, scheduler._schedule_request
-        scheduler._process_candidates, scheduler._schedule_request = (
-            self._process_candidates,
-            self._schedule_request,
-        )
+        scheduler._process_candidates = self._process_candidates
+        scheduler._schedule_request = self._schedule_request
         self._search = scheduler.cache.search_prefix_match
         scheduler.cache.search_prefix_match = self._search_prefix_match
 

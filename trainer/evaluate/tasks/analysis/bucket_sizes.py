@@ -93,16 +93,17 @@ class SampledBuckets:
         """
         count, layers = self.num_buckets, sorted(self.heldout)
         # counts by way, layer and sample
-        found: dict[str, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in layers])
+        by_way: dict[str, list[list[Tensor]]] = defaultdict(lambda: [[] for _ in layers])
         for i, layer in enumerate(layers):
             heldout = torch.stack(self.heldout[layer], dim=1)
             for way, buckets in samples(self.training[layer], heldout, self.seed):
-                found[way][i].append(bucket_counts(buckets, count))
+                by_way[way][i].append(bucket_counts(buckets, count))
         expected = torch.stack([bucket_counts(self.training[layer], count) for layer in layers])[
             :, None
         ]
-        for way, counted in found.items():
-            counts = torch.stack([torch.stack(each) for each in counted])  # [layers, samples, H, C]
+        for way, counted in by_way.items():
+            # [layers, samples, H, C]
+            counts = torch.stack([torch.stack(of_layer) for of_layer in counted])
             away = deviation(counts, expected)  # [layers, samples, H]
             by_size = counts.sort(-1, descending=True).values.mean((0, 1, 2))
             relative = count * by_size / by_size.sum()

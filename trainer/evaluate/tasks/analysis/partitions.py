@@ -47,7 +47,11 @@ def with_k_means(methods: Compared) -> Compared:
     """Returns ``methods`` without the routings whose buckets are not those of a k-means, with the
     same notes.
     """
-    learned = [each for each in methods.bucket_routings if isinstance(each.router.assigner, KMeans)]
+    learned = [
+        routing
+        for routing in methods.bucket_routings
+        if isinstance(routing.router.assigner, KMeans)
+    ]
     return replace(methods, bucket_routings=learned)
 
 
@@ -99,10 +103,8 @@ def training_keys(job: Job, methods: Compared, layers: list[int]) -> TrainingKey
     """
     loaded, cfg = job.loaded, job.cfg
     check_heldout(cfg.data)
-    length, largest = (
-        cfg.eval.analysis.length,
-        max(num_buckets(cfg, methods), *other_sizes(cfg, methods)),
-    )
+    length = cfg.eval.analysis.length
+    largest = max(num_buckets(cfg, methods), *other_sizes(cfg, methods))
     points = POINTS_PER_BUCKET * largest
     count = max(MIN_CHUNKS, -(-points // (length - 1)))
     chunks = data.chunks(
@@ -125,8 +127,8 @@ def training_keys(job: Job, methods: Compared, layers: list[int]) -> TrainingKey
 
         visit_layers(loaded.model, keep, [chunks[i]], layers)
     joined = (
-        {layer: torch.cat(parts, dim=1) for layer, parts in each.items()}
-        for each in (before, after)
+        {layer: torch.cat(parts, dim=1) for layer, parts in by_layer.items()}
+        for by_layer in (before, after)
     )
     return TrainingKeys(*joined, num_chunks=len(chunks))
 
@@ -159,8 +161,10 @@ def routings(job: Job, methods: Compared, keys: TrainingKeys) -> list[ComparedRo
     cfg, device = job.cfg, job.loaded.model.device
     main = num_buckets(cfg, methods)
     wanted = {BEFORE: (False, main), AFTER: (True, main)}
-    found = k_means(methods.bucket_routings)
-    wanted = {method: (rope, size) for method, (rope, size) in wanted.items() if rope not in found}
+    learned = k_means(methods.bucket_routings)
+    wanted = {
+        method: (rope, size) for method, (rope, size) in wanted.items() if rope not in learned
+    }
     wanted |= {BEFORE.of(f"{size} buckets"): (False, size) for size in other_sizes(cfg, methods)}
     layers = sorted(keys.before)
     advance = job.bar("analysis, k-means of heads", len(wanted) * len(layers))
@@ -176,7 +180,7 @@ def routings(job: Job, methods: Compared, keys: TrainingKeys) -> list[ComparedRo
         router = KMeans(torch.stack(centroids), layers, rope).to(device)
         fitted.append(ComparedRouting.configured(method, router, cfg))
     if fitted:
-        names = "; ".join(str(each.method) for each in fitted)
+        names = "; ".join(str(routing.method) for routing in fitted)
         text = f"{keys.count:,} keys of each head from {keys.num_chunks} training chunks"
         methods.notes.append(f"Fitted for the analysis, on {text}: {names}.")
     return [*methods.bucket_routings, *fitted]

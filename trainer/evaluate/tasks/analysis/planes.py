@@ -78,8 +78,8 @@ class Planes:
                 cosine = F.cosine_similarity(keys[1:].mean(0), queries.mean(0), dim=0).item()
                 # share of all pairs (figure 1, middle)
                 negative = (queries @ keys[1:].T < 0).double().mean().item()
-                found = {"cosine": cosine, "negative_products": negative, "explained": plane[2]}
-                self.numbers[stage][x.layer].append(found)
+                numbers = {"cosine": cosine, "negative_products": negative, "explained": plane[2]}
+                self.numbers[stage][x.layer].append(numbers)
                 if head == self.heads[0]:
                     picture = _picture(
                         plane, keys[1:], queries, sinks=(keys[:1], all_queries[:, 0])

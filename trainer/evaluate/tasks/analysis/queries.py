@@ -49,11 +49,9 @@ def query_batches(
     """Yields the queries at ``positions`` of the query heads of key/value head ``head``."""
     group, device = x.q.shape[1] // x.k.shape[1], x.q.device
     own = slice(head * group, (head + 1) * group)
-    q, k, sinks = (
-        x.q[0, own].float(),
-        x.k[0, head].float(),
-        None if x.sinks is None else x.sinks[own].float(),
-    )
+    q = x.q[0, own].float()
+    k = x.k[0, head].float()
+    sinks = None if x.sinks is None else x.sinks[own].float()
     keys = torch.arange(x.num_keys, device=device)
     size = max(1, BATCH_SCORES // (group * x.num_keys))
     for number, batch in enumerate(positions.to(device).split(size)):

@@ -170,7 +170,7 @@ def _by_stage(heads: list[list[tuple[Tensor, ...]]]) -> list[LayerRecall]:
     masses, errors, shares = [], [], []
     for parts in heads:
         out, mass, keys = (
-            torch.cat(each, dim=1).double().cpu() for each in zip(*parts, strict=True)
+            torch.cat(batches, dim=1).double().cpu() for batches in zip(*parts, strict=True)
         )
         dense = out[:, :, -1:]
         # [group, stages + 1]

@@ -48,7 +48,7 @@ def run(job: Job) -> list[EvalRow]:
         job.cfg.eval.analysis,
         job.loaded.model.config,
     )
-    methods = partitions.with_k_means(job.methods)
+    methods = partitions.with_k_means(job.compared)
     layers = chosen_layers(settings.layers, models.served_layers(config))
     heads = sorted(set(settings.heads or range(models.num_kv_heads(config))))
     keys = partitions.training_keys(job, methods, layers)
@@ -100,10 +100,8 @@ def check_sizes(cfg: EvalRunConfig, model: Described | Loaded, methods: Compared
     window covers.
     """
     partitions.check_model_has(cfg, model.config)
-    window, length = (
-        partitions.window_of(cfg, partitions.with_k_means(methods)),
-        cfg.eval.analysis.length,
-    )
+    window = partitions.window_of(cfg, partitions.with_k_means(methods))
+    length = cfg.eval.analysis.length
     if length <= window.size:
         raise UserError(
             f"eval.analysis.length={length}: expected more than recent + sink = {window.size} "
@@ -139,18 +137,19 @@ def training_sizes(
     """Assigns the training keys of each layer to the buckets of the first k-means before RoPE and
     of the first after RoPE.
     """
-    found = []
+    assigned = []
     for routing in partitions.k_means(routings).values():
         router: Any = routing.router
         sizes = SampledBuckets(routing.method, router.num_buckets, seed)
         for layer in (layer for layer in layers if layer in router.layers):
             before, after = (
-                each[layer][None].to(router.centroids.device) for each in (keys.before, keys.after)
+                by_layer[layer][None].to(router.centroids.device)
+                for by_layer in (keys.before, keys.after)
             )
             sizes.training[layer] = router.assign(layer, before, after)[0, heads].cpu()
         if sizes.training:
-            found.append((routing, sizes))
-    return found
+            assigned.append((routing, sizes))
+    return assigned
 
 
 TASK = Task(

@@ -82,9 +82,9 @@ class TopMass:
             )
 
     def add_blocks(self, x: LayerInputs, head: int) -> None:
-        found = top_blocks(x, head, self.block_size)
-        if found is not None:
-            self.shares[f"blocks of {self.block_size}", x.layer, head].append(found.cpu())
+        shares = top_blocks(x, head, self.block_size)
+        if shares is not None:
+            self.shares[f"blocks of {self.block_size}", x.layer, head].append(shares.cpu())
 
     def rows(self, length: int, num_chunks: int) -> Iterator[EvalRow]:
         """Yields a row for each kind; the score is the mean share of mass in the top ``SCORED`` of
@@ -92,7 +92,7 @@ class TopMass:
         """
         scored, name = SHARES.index(SCORED), f"mass in the top {SCORED:.0%}"
         for kind in dict.fromkeys(kind for kind, _, _ in self.shares):
-            layers = sorted({layer for each, layer, _ in self.shares if each == kind})
+            layers = sorted({layer for other, layer, _ in self.shares if other == kind})
             every = [
                 [torch.cat(self.shares[kind, layer, head], 1) for head in self.heads]
                 for layer in layers

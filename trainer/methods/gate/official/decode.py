@@ -77,11 +77,9 @@ def read_decode_gates(
     """
     official, cfg = _read_config(files)
     gate = DecodeGate.build(config, cfg, finished_at)
-    hidden, pooling, size = (
-        official.seerattn_gate_hidden_size,
-        official.seerattn_q_head_pooling_type,
-        gate.shape.head_dim,
-    )
+    hidden = official.seerattn_gate_hidden_size
+    pooling = official.seerattn_q_head_pooling_type
+    size = gate.shape.head_dim
     if pooling == "Qavg" and hidden != size:
         raise UserError(
             f"{files.name}: seerattn_gate_hidden_size={hidden}: with Qavg it is the head size, "
@@ -115,10 +113,8 @@ def _read_config(files: ModelFiles) -> tuple[DecodeConfig, GateConfig]:
     where = f"{files.name}: config.json"
     check_family(files, FAMILIES)
     official = checked(files.config(), DecodeConfig, where)
-    q_pooling, k_pooling = (
-        official.seerattn_q_head_pooling_type,
-        K_POOLING.fullmatch(official.seerattn_k_seq_pooling_type),
-    )
+    q_pooling = official.seerattn_q_head_pooling_type
+    k_pooling = K_POOLING.fullmatch(official.seerattn_k_seq_pooling_type)
     if q_pooling not in Q_POOLINGS:
         raise UserError(
             f"{where}: seerattn_q_head_pooling_type={q_pooling:.60}: expected "

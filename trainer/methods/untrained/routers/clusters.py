@@ -53,11 +53,11 @@ class KeyClusters(UntrainedBlocks):
             numbers.append(torch.where(nearest < 0, -1, nearest + count))
             means.append(centers.to(k.dtype))
             count += centers.shape[2]
-        found = torch.cat(numbers, 2)
+        clusters = torch.cat(numbers, 2)
         if start is not None:
             back = (position - first)[:, None].expand(*k.shape[:3])
-            found = found.gather(2, back.clamp(min=0)).masked_fill(back < 0, -1)
-        return found, torch.cat(means, 2)
+            clusters = clusters.gather(2, back.clamp(min=0)).masked_fill(back < 0, -1)
+        return clusters, torch.cat(means, 2)
 
     def visit(
         self,

@@ -47,10 +47,8 @@ class XAttention(UntrainedScorer):
             0, sizes.queries, self.stride, device=x.q.device
         )
         newest = torch.minimum(first + self.stride - 1, rows.last[..., None])
-        filled, starts = (
-            first <= rows.last[..., None],
-            torch.arange(keys.shape[2], device=x.q.device) * self.stride,
-        )
+        filled = first <= rows.last[..., None]
+        starts = torch.arange(keys.shape[2], device=x.q.device) * self.stride
         scores, begin = [], 0
         for chunk in row_chunks(queries, queries.shape[3] * keys.shape[2]):
             part = slice(begin, begin := begin + chunk.shape[2])

@@ -45,11 +45,9 @@ class Service:
 
     def __init__(self, engine: Engine, cfg: ServeConfig) -> None:
         self.metrics = Metrics(engine)
-        self._engine, self._model, self._max_body = (
-            engine,
-            cfg.model.name,
-            int(cfg.server.max_body_mb * 2**20),
-        )
+        self._engine = engine
+        self._model = cfg.model.name
+        self._max_body = int(cfg.server.max_body_mb * 2**20)
         self._about = {
             "id": self._model,
             "object": "model",
@@ -159,10 +157,8 @@ class Service:
             return StreamingResponse(
                 self._events(form, body, generations, pieces), media_type="text/event-stream"
             )
-        texts, logprobs = (
-            [list[str]() for _ in generations],
-            [list[Logprobs]() for _ in generations],
-        )
+        texts = [list[str]() for _ in generations]
+        logprobs = [list[Logprobs]() for _ in generations]
         async for number, piece in pieces:
             if piece is not None:
                 texts[number].append(piece.text)

@@ -98,10 +98,8 @@ class Sampler:
         self._bias = torch.zeros(rows, vocabulary, device=device)
         self._biased: set[int] = set()  # rows that are not 0
         best = min(MAX_LOGPROBS, vocabulary)
-        self._values, self._tokens = (
-            torch.zeros(rows, best, device=device),
-            torch.zeros(rows, best, device=device).long(),
-        )
+        self._values = torch.zeros(rows, best, device=device)
+        self._tokens = torch.zeros(rows, best, device=device).long()
         self._chosen = torch.zeros(rows, device=device)
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
