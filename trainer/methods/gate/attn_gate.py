@@ -34,7 +34,7 @@ from msattn.trainer.methods.gate.artifact import GateArtifact, Shape
 from msattn.trainer.methods.thresholds import Allocation, BlockThresholds
 from msattn.trainer.models import rope
 from msattn.trainer.models.layer_attention import LayerInputs, block_map
-from msattn.trainer.models.parallel import HeadShard
+from msattn.trainer.models.parallel import ModelShard
 from msattn.trainer.storage.documents import checked
 
 if TYPE_CHECKING:
@@ -289,9 +289,9 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
         """Returns the block scores by these gates that have this name in ``select.scores``."""
         return scorer_class(name)(self)
 
-    def shard(self, part: HeadShard) -> "Gate":
-        """Returns the gates of a part of the heads, for tensor parallelism."""
-        own = self._part(part, layers=self.layer_numbers)
+    def shard(self, part: ModelShard) -> "Gate":
+        """Returns the gates of the layers and heads of a rank."""
+        own = self._part(part, layers=part.own(self.layer_numbers))
         own.always = self.always
         return own
 

@@ -41,10 +41,11 @@ class PagedState:
 
     ``caches`` holds keys and values by layer: views ``[P, page_size, Hkv, D]``, each with a
     contiguous last dimension. Keys of ``bucket_layers`` get ``buckets``, int16
-    ``[P, page_size, Hkv]``. With a gate of configuration ``gate``, ``gated_layers`` keep ``pooled``
-    keys of whole blocks, fp32 ``[P, page_size / block, Hkv, len(pools) * D]``; ``is_pooled``, bool
-    ``[P, page_size / block]``, is True for the blocks whose pooled keys are there, in every layer.
-    With ``num_buckets``, ``sizes`` counts the keys of each bucket.
+    ``[P, page_size, Hkv]``. With a gate of configuration ``gate``, those of ``gated_layers`` that
+    are in ``caches`` keep ``pooled`` keys of whole blocks, fp32
+    ``[P, page_size / block, Hkv, len(pools) * D]``; ``is_pooled``, bool ``[P, page_size / block]``,
+    is True for the blocks whose pooled keys are there, in every layer. With ``num_buckets``,
+    ``sizes`` counts the keys of each bucket.
     """
 
     def __init__(
@@ -73,10 +74,20 @@ class PagedState:
                 blocks, width = self.page_size // gate.sizes.keys, len(gate.cached_pools) * size
                 of_blocks = (pages, blocks, self.kv_heads, width)
                 self.pooled = {
-                    layer: torch.zeros(of_blocks, device=keys.device) for layer in gated_layers
+                    layer: torch.zeros(of_blocks, device=keys.device)
+                    for layer in gated_layers
+                    if layer in self.caches
                 }
                 self.is_pooled = torch.zeros(pages, blocks, dtype=torch.bool, device=keys.device)
             self.last_pooled = max(self.pooled, default=-1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept beside the caches."""
+        kept = [*self.buckets.values(), *self.pooled.values()]
+        if self.gate is not None:
+            kept.append(self.is_pooled)
+        return sum(x.nbytes for x in kept) + (0 if self.sizes is None else self.sizes.nbytes)
 
     @property
     def block_size(self) -> int:
