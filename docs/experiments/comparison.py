@@ -48,7 +48,7 @@ from msattn.trainer.evaluate.calibration import calibrate_selections
 from msattn.trainer.evaluate.compared import Compared, ComparedSelection
 from msattn.trainer.evaluate.job import Job, PartialRows, settings_of
 from msattn.trainer.evaluate.row import EvalRow, Setting, flat
-from msattn.trainer.evaluate.task import prepare, record, task_module
+from msattn.trainer.evaluate.task import prepare, task_module, task_of
 from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks, prefill
 from msattn.trainer.methods.base import DENSE
 from msattn.trainer.methods.gate.attn_gate import Gate
@@ -140,7 +140,7 @@ def _asked(part: Part, job: Job) -> dict[float, float]:
                 job.cfg, job.loaded.tokenizer, part.length, job.cfg.eval.perplexity.num_chunks
             )
             texts = [chunks[i]["input_ids"] for i in range(len(chunks))]
-            (selection,) = job.methods.block_selections
+            (selection,) = job.compared.block_selections
             pairs = [
                 [share, asked_sparsity(selection, job.loaded, texts, share)]
                 for share in part.shares
@@ -261,7 +261,7 @@ def with_differences(rows: Sequence[tuple[str, EvalRow]]) -> Iterator[tuple[str,
     without training.
     """
     for policy, row in rows:
-        quality = record(row.task).quality
+        quality = task_of(row.task).quality
         peers = [
             other
             for other_policy, other in rows

@@ -10,7 +10,7 @@ from msattn.trainer.evaluate import tasks
 from msattn.trainer.evaluate.report.tables import COMMON_COLUMNS
 from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.run import summary
-from msattn.trainer.evaluate.task import lengths_of, record
+from msattn.trainer.evaluate.task import lengths_of, task_of
 from msattn.trainer.methods.base import DENSE
 
 
@@ -25,7 +25,7 @@ def test_every_module_with_a_record_has_a_section() -> None:
 @pytest.mark.parametrize("name", TASKS)
 def test_a_record_fits_its_section(name: str) -> None:
     """The evaluation reads these keys of a task whose record says that it has them."""
-    task, section = record(name), getattr(EvalConfig(), name)
+    task, section = task_of(name), getattr(EvalConfig(), name)
     assert (task.text == "haystack") == hasattr(section, "haystack")
     if task.text:
         assert lengths_of(section)

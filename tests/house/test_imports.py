@@ -35,7 +35,8 @@ def test_light_modules_import_nothing_heavy() -> None:
 
 
 OF_EXTRAS = (
-    "trainer.serving.engines.vllm.backend",  # its classes derive from vLLM's; only vLLM imports it
+    # they use vLLM's classes; only vLLM imports them
+    *(f"trainer.serving.engines.vllm.{name}" for name in ("backend", "memory", "passes")),
     # only msattn serve imports them
     *(
         f"trainer.serving.engines.http.{name}"

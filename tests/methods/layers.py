@@ -6,7 +6,7 @@ from torch import Tensor
 from msattn.kernels import testing
 from msattn.kernels.common.block_bits import unpack_blocks
 from msattn.trainer.config import BlockSizes
-from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks
+from msattn.trainer.methods.blocks import AlwaysRead, RowCandidates, candidate_blocks
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.tap import LayerInputs
 
@@ -44,11 +44,17 @@ def layer_inputs(
     )  # fmt: skip
 
 
+def row_candidates(
+    num_queries: int, num_keys: int, padding: list[int] | None, *, sink_blocks: int = 0
+) -> RowCandidates:
+    """Returns the visible blocks, of which diagonal and ``sink_blocks`` first ones must be read."""
+    x, sizes = layer_inputs(num_queries, num_keys, padding), BlockSizes(BLOCK, BLOCK)
+    return candidate_blocks(x, sizes, AlwaysRead(sink_blocks, 0))
+
+
 def geometry(num_queries: int, num_keys: int, padding: list[int] | None) -> tuple[Tensor, Tensor]:
     """Returns the visible blocks and the diagonal ones among them."""
-    found = candidate_blocks(
-        layer_inputs(num_queries, num_keys, padding), BlockSizes(BLOCK, BLOCK), AlwaysRead(0, 0)
-    )
+    found = row_candidates(num_queries, num_keys, padding)
     return found.visible, found.always
 
 

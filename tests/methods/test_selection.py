@@ -19,13 +19,13 @@ from msattn.trainer.config.policies import Multiscale, Nucleus, Threshold, Token
 from msattn.trainer.config.select import GATE_SCORES
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods import selection as select
-from msattn.trainer.methods.blocks import Candidates, normalize_rows, sparsity
+from msattn.trainer.methods.blocks import normalize_rows, sparsity
 from msattn.trainer.methods.untrained import base, untrained_scorer
 from msattn.trainer.methods.untrained.scores.quest import Quest
 from msattn.trainer.methods.untrained.scores.random import Random
 from msattn.trainer.models.layer_attention import attention_recall
 from msattn.trainer.models.tap import LayerInputs
-from tests.methods.layers import BLOCK, SHAPES, geometry, layer_inputs
+from tests.methods.layers import BLOCK, SHAPES, geometry, layer_inputs, row_candidates
 
 # policies that need no trained gate
 FREE_POLICIES = [policy for policy in POLICIES if policy != "calibrated"]
@@ -52,11 +52,11 @@ def test_visible_and_diagonal_blocks_equal_those_of_the_token_mask(num_queries, 
 @pytest.mark.parametrize(("num_queries", "num_keys", "padding"), SHAPES)
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.99])
 def test_topk_reads_the_given_share_of_each_row(num_queries, num_keys, padding, sparsity):
-    visible, diagonal = geometry(num_queries, num_keys, padding)
     # two sink blocks, which count within the share
-    always = diagonal | (visible & (torch.arange(visible.shape[-1]) < 2))
+    among = row_candidates(num_queries, num_keys, padding, sink_blocks=2)
+    visible, always = among.visible, among.always
     scores = torch.rand(visible.shape[0], 4, *visible.shape[2:]) * visible
-    mask = TopK(sparsity=sparsity)(scores, Candidates(visible, always))
+    mask = TopK(sparsity=sparsity)(scores, among)
     for row, seen, least in zip(
         mask.transpose(0, 1).flatten(1, 2).unbind(1),
         visible.flatten(0, 2),
@@ -73,22 +73,22 @@ def test_topk_reads_the_given_share_of_each_row(num_queries, num_keys, padding, 
 
 
 def test_token_budget_limits_the_keys_of_a_row():
-    visible, diagonal = geometry(160, 160, None)
+    among = row_candidates(160, 160, None)
+    visible, diagonal = among.visible, among.always
     scores = torch.rand(1, 2, 10, 10) * visible
-    mask = TokenBudget(tokens=3 * BLOCK + 5, block_size=BLOCK)(
-        scores, Candidates(visible, diagonal)
-    )
+    mask = TokenBudget(tokens=3 * BLOCK + 5, block_size=BLOCK)(scores, among)
     assert torch.equal(mask.sum(-1), visible.sum(-1).clamp(max=3).expand(1, 2, 10))
-    smallest = TokenBudget(tokens=1, block_size=BLOCK)(scores, Candidates(visible, diagonal))
+    smallest = TokenBudget(tokens=1, block_size=BLOCK)(scores, among)
     assert torch.equal(smallest, diagonal.expand_as(smallest))
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys", "padding"), SHAPES)
 def test_multiscale_gives_each_zoom_its_share(num_queries, num_keys, padding):
-    visible, diagonal = geometry(num_queries, num_keys, padding)
+    among = row_candidates(num_queries, num_keys, padding)
+    visible, diagonal = among.visible, among.always
     scores = torch.rand(visible.shape[0], 4, *visible.shape[2:]) * visible
     shares = [0.25, 0.25, 0.125, 0.125]
-    zoom = Multiscale(shares=shares)(scores, Candidates(visible, diagonal))
+    zoom = Multiscale(shares=shares)(scores, among)
     assert zoom.dtype == torch.uint8
     assert ((zoom > 0) <= visible).all()
     assert (zoom[diagonal.expand_as(zoom)] == 1).all()
@@ -105,45 +105,43 @@ def test_multiscale_gives_each_zoom_its_share(num_queries, num_keys, padding):
 
 
 def test_multiscale_zooms_follow_the_scores_and_read_the_stated_cost():
-    visible, diagonal = geometry(1280, 1280, None)
-    scores = torch.rand(1, 2, 80, 80) * visible
+    among = row_candidates(1280, 1280, None)
+    scores = torch.rand(1, 2, 80, 80) * among.visible
     policy = Multiscale(shares=[0.1, 0.1, 0.2, 0.4])
-    zoom = policy(scores, Candidates(visible, diagonal))
+    zoom = policy(scores, among)
     last, own = scores[0, 0, -1, :-1], zoom[0, 0, -1, :-1]
     for finer, coarser in ((1, 2), (2, 4), (4, 8), (8, 0)):
         assert last[own == finer].min() > last[own == coarser].max()
     assert policy.cost == pytest.approx(0.25)
-    assert sparsity(
-        zoom[:, :, -1:], Candidates(visible[:, :, -1:], diagonal[:, :, -1:])
-    ).item() == pytest.approx(1 - policy.cost)
-    whole = Multiscale(shares=[1.0, 0.0, 0.0, 0.0])(scores, Candidates(visible, diagonal))
-    assert torch.equal(whole.bool(), visible.expand_as(whole))
-    as_many = Multiscale(shares=[0.25, 0.0, 0.0, 0.0])(scores, Candidates(visible, diagonal))
-    assert torch.equal(as_many.bool(), TopK(sparsity=0.75)(scores, Candidates(visible, diagonal)))
+    assert sparsity(zoom[:, :, -1:], among.rows(slice(-1, None))).item() == pytest.approx(
+        1 - policy.cost
+    )
+    whole = Multiscale(shares=[1.0, 0.0, 0.0, 0.0])(scores, among)
+    assert torch.equal(whole.bool(), among.visible.expand_as(whole))
+    as_many = Multiscale(shares=[0.25, 0.0, 0.0, 0.0])(scores, among)
+    assert torch.equal(as_many.bool(), TopK(sparsity=0.75)(scores, among))
 
 
 def test_threshold_reads_every_block_that_reaches_it():
-    visible, diagonal = geometry(160, 160, None)
+    among = row_candidates(160, 160, None)
+    visible, diagonal = among.visible, among.always
     scores = normalize_rows(torch.rand(1, 2, 10, 10) * visible)
-    mask = Threshold(threshold=0.1)(scores, Candidates(visible, diagonal))
+    mask = Threshold(threshold=0.1)(scores, among)
     assert torch.equal(mask, (scores >= 0.1) & visible | diagonal)
-    assert torch.equal(
-        Threshold(threshold=0.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask)
-    )
+    assert torch.equal(Threshold(threshold=0.0)(scores, among), visible.expand_as(mask))
 
 
 def test_nucleus_is_the_smallest_set_with_the_mass():
-    visible, diagonal = geometry(160, 160, None)
+    among = row_candidates(160, 160, None)
+    visible, diagonal = among.visible, among.always
     scores = normalize_rows(torch.rand(1, 2, 10, 10).square() * visible)
-    mask = Nucleus(mass=0.7)(scores, Candidates(visible, diagonal))
+    mask = Nucleus(mass=0.7)(scores, among)
     held = (scores * mask).sum(-1)
     assert (held >= 0.7 - 1e-6).all()
     least = scores.masked_fill(~mask | diagonal, math.inf).amin(-1)
     # without its lowest score the mass would not be reached
     assert ((held - least < 0.7) | (least == math.inf)).all()
-    assert torch.equal(
-        Nucleus(mass=1.0)(scores, Candidates(visible, diagonal)), visible.expand_as(mask)
-    )
+    assert torch.equal(Nucleus(mass=1.0)(scores, among), visible.expand_as(mask))
 
 
 # keys of policies that read few blocks
@@ -267,6 +265,20 @@ def test_random_scores_depend_on_seed_and_layer_only():
     assert not torch.equal(first, Random(BLOCK, seed=1)(layer_inputs()))
 
 
+def test_a_scorer_of_ones_own_is_no_gate_whatever_its_attributes():
+    class Own(Random):
+        gate = "mine"
+
+        def select(self, *_: Any) -> None:
+            raise AssertionError("selected by the scorer")
+
+    x = layer_inputs(70)
+    own, plain = (select.Selection(TopK(sparsity=0.6), scorer(BLOCK)) for scorer in (Own, Random))
+    assert own.gate is None
+    assert own.needs_keys(x)
+    assert torch.equal(own.blocks(x), plain.blocks(x))
+
+
 @pytest.mark.parametrize(
     ("num_queries", "num_keys", "padding"),
     [(70, 70, None), (64, 64, [0, 20, 63]), (30, 61, [0, 40, 5])],
@@ -327,7 +339,7 @@ def test_shares_count_bits(shape, device):
 
 
 def test_sparsity_counts_visible_blocks_only():
-    visible, diagonal = geometry(160, 160, None)
-    among = Candidates(visible, diagonal)
+    among = row_candidates(160, 160, None)
+    visible, diagonal = among.visible, among.always
     assert sparsity(visible.expand(2, 3, -1, -1), among) == 0
     assert sparsity(diagonal.expand(2, 3, -1, -1), among).item() == pytest.approx(1 - 10 / 55)

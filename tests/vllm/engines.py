@@ -3,10 +3,12 @@
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from vllm.entrypoints.llm import LLM
+from vllm.platforms import current_platform
 from vllm.sampling_params import SamplingParams
 
 from msattn.trainer.serving.engines.vllm.plugin import backend_name
@@ -29,6 +31,13 @@ EVERY_KEY = {
     "probes": 64,
     "dense_below": 0,
 }
+
+# vLLM 0.32 looks for kernels in all modules when an engine starts, which fails once drafts of
+# n-grams have loaded numba; the first time is enough
+REGISTER = "register_triton_kernel_overrides"
+PLATFORM = type(current_platform)
+if hasattr(PLATFORM, REGISTER):
+    setattr(PLATFORM, REGISTER, staticmethod(cache(getattr(PLATFORM, REGISTER))))
 
 
 @contextmanager
@@ -59,6 +68,12 @@ def answers(
         [{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False
     )
     return [[list(answer.token_ids) for answer in output.outputs] for output in outputs]
+
+
+def builder_of(worker: Any) -> Any:
+    """Returns the builder of the backend in a worker."""
+    ((group,),) = worker.model_runner.attn_groups
+    return group.get_metadata_builder()
 
 
 def cached_tokens(llm: LLM, prompt: list[int]) -> int:

@@ -21,21 +21,6 @@ from tests.vllm.engines import EVERY_KEY, MODEL, OPTIONS, answers, engine
 
 ENGINES: dict[str, tuple[dict[str, Any], str]] = {
     "pages": ({"block_size": 32}, "block_size=32: expected 64, 128, 256"),
-    "speculation": (
-        {
-            "speculative_config": {
-                "method": "ngram",
-                "num_speculative_tokens": 3,
-                "prompt_lookup_max": 3,
-            }
-        },
-        "speculative decoding is not supported by msattn",
-    ),
-    "adapters": ({"enable_lora": True}, "LoRA is not supported by msattn"),
-    "pipeline": (
-        {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"},
-        "pipeline parallelism is not supported",
-    ),
 }
 GIVEN: dict[str, tuple[Any, str]] = {
     "no mapping": (
@@ -57,7 +42,11 @@ STARTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "additional_config.msattn=threshold: expected .*gate",
     ),
-    "cache": (EVERY_KEY, {"kv_cache_dtype": "fp8"}, "vLLM: kv_cache_dtype=fp8 is not supported"),
+    "cache": (
+        EVERY_KEY,
+        {"kv_cache_dtype": "fp8"},
+        "vLLM: kv_cache_dtype=fp8 is not .* msattn reads auto",
+    ),
     "probes": ({"qmodel": "embedded", "probes": 65}, {}, "probes=65: expected 0 to 64"),
 }
 
@@ -70,11 +59,21 @@ def test_engines_that_cannot_be_served_are_refused(name: str) -> None:
         check_engine(config)
 
 
+def test_other_drafts_are_refused() -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    options = OPTIONS | {"speculative_config": ngram}
+    config = EngineArgs(model=str(MODEL), **options).create_engine_config()
+    config.speculative_config.method = "eagle"
+    message = "speculative_config.method=eagle: msattn verifies the drafts of ngram and draft_model"
+    with pytest.raises(UserError, match=message):
+        check_engine(config)
+
+
 def test_engines_that_sleep_are_refused() -> None:
     """vLLM's CPU platform refuses them first."""
     config = EngineArgs(model=str(MODEL), **OPTIONS).create_engine_config()
     config.model_config.enable_sleep_mode = True
-    with pytest.raises(UserError, match="sleep mode is not supported by msattn"):
+    with pytest.raises(UserError, match="enable_sleep_mode: not supported by msattn; leave it out"):
         check_engine(config)
 
 

@@ -348,9 +348,10 @@ class ReadOptions:
     probes: CountOrZero | None = key(
         "buckets that each decoded query reads; null: as recorded in the artifact", default=None
     )
-    keys: ShareOfKeys | None = key(
+    keys: Number | None = key(
         "replaces probes: mean share of the keys outside the dense window that decoded queries "
-        "read, e.g. 0.05",
+        "read, e.g. 0.05; with decode "
+        "gates also their number, rounded down to whole blocks",
         default=None,
     )
     recent: Tokens | None = key(
@@ -395,14 +396,8 @@ class ReadOptions:
 
 @schema(kw_only=True)
 class BudgetOptions(ReadOptions):
-    """:class:`ReadOptions` with every budget of new tokens."""
+    """:class:`ReadOptions` with the budget of decode gates alone."""
 
-    keys: Number | None = key(
-        "replaces probes: mean share of the keys outside the dense window that decoded queries "
-        "read, e.g. 0.05; with decode "
-        "gates also their number, rounded down to whole blocks",
-        default=None,
-    )
     threshold: Annotated[Number, Interval(gt=0, lt=1)] | None = key(
         "replaces probes and keys: a decode gate reads the blocks with at least this probability, "
         "e.g. 0.005",
@@ -438,6 +433,11 @@ class EvalRunConfig(AttachConfig):
     alone.
     """
 
+    keys: ShareOfKeys | None = key(
+        "replaces probes: mean share of the keys outside the dense window that decoded queries "
+        "read, e.g. 0.05",
+        default=None,
+    )
     eval: EvalConfig = field(default_factory=EvalConfig)
     compare: Text | None = key(
         "folder of another evaluation, e.g. outputs/tiny/base/eval; the report also shows its "

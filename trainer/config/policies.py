@@ -30,7 +30,7 @@ SPARSITY = (
 
 
 class Candidates(Protocol):
-    """The blocks to select from, see :class:`msattn.trainer.methods.blocks.Candidates`."""
+    """The blocks to select from, see :class:`msattn.trainer.methods.blocks.RowCandidates`."""
 
     @property
     def visible(self) -> "Tensor": ...

@@ -19,7 +19,7 @@ from msattn.trainer.config import EvalRunConfig
 from msattn.trainer.data.cache import cached
 from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.evaluate.compared import Compared, ComparedRouting, ComparedSelection, reads
-from msattn.trainer.evaluate.task import lengths_of, record
+from msattn.trainer.evaluate.task import lengths_of, task_of
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, sparsity_in_reach
 from msattn.trainer.methods.key_blocks import num_far
@@ -49,17 +49,27 @@ SHARE_CHUNKS, SHARE_QUERIES = 2, 32
 FARTHEST = 0.25
 
 
-def calibrate_selections(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> Compared:
-    """Returns ``methods`` with the spans of the A shape and, if ``select`` is calibrated, with
+def calibrate(compared: Compared, cfg: EvalRunConfig, loaded: Loaded) -> Compared:
+    """Returns ``compared`` with all that this module measures, and notes on shares that cannot be
+    read.
+    """
+    compared = calibrate_selections(compared, cfg, loaded)
+    calibrate_routers(compared, cfg, loaded)
+    compared.notes.extend(unreachable_notes(compared, cfg))
+    return match_key_shares(compared, cfg, loaded)
+
+
+def calibrate_selections(compared: Compared, cfg: EvalRunConfig, loaded: Loaded) -> Compared:
+    """Returns ``compared`` with the spans of the A shape and, if ``select`` is calibrated, with
     missing thresholds.
 
     Thresholds are missing for baselines, and for a gate whose artifact has none or has thresholds
     for other always-read blocks. All are measured in one pass, as in gate training, and kept in
     ``data.cache``.
     """
-    needy = [each for each in methods.block_selections if each.scorer is None and _lacks(each)]
+    needy = [each for each in compared.block_selections if each.scorer is None and _lacks(each)]
     if not needy or not reads(cfg, "blocks"):
-        return methods
+        return compared
     kept = _Kept(cfg, loaded, calibration_chunks(cfg, loaded, CALIBRATION_CHUNKS))
     scorers = {str(each.method): kept.scorer(each) for each in needy}
     calibrated = {
@@ -77,25 +87,25 @@ def calibrate_selections(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) 
         replace(each, scorer=scorers[name], thresholds=tables.get(name))
         if (name := str(each.method)) in scorers
         else each
-        for each in methods.block_selections
+        for each in compared.block_selections
     ]
-    return replace(methods, block_selections=found, notes=[*methods.notes, *notes])
+    return replace(compared, block_selections=found, notes=[*compared.notes, *notes])
 
 
-def calibrate_routers(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> None:
+def calibrate_routers(compared: Compared, cfg: EvalRunConfig, loaded: Loaded) -> None:
     """Calibrates routers that are measured at shares of the keys, if their artifacts hold no
     thresholds, as in their training.
 
     Raises UserError if the thresholds of an artifact do not cover a share.
     """
-    for each in methods.bucket_routings if cfg.all_keys else ():
+    for each in compared.bucket_routings if cfg.all_keys else ():
         if not each.router.predicts_attention:
             continue
         if each.router.thresholds is None:
             window = {"recent": each.recent, "sink": each.sink, "dense_layers": each.dense_layers}
             items = calibration_chunks(cfg, loaded, KEY_CALIBRATION_CHUNKS)
             each.router.thresholds = calibrate_keys(each.router, loaded.model, items, **window)
-            methods.notes.append(
+            compared.notes.append(
                 f"{each.method}: its artifact has no thresholds for shares of the keys, so they "
                 f"were measured now."
             )
@@ -103,25 +113,25 @@ def calibrate_routers(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> 
             each.router.thresholds.density(share)
 
 
-def is_needed(methods: Compared, cfg: EvalRunConfig) -> bool:
+def is_needed(compared: Compared, cfg: EvalRunConfig) -> bool:
     """Returns True if a measurement of this module reads training text."""
-    routings = methods.bucket_routings
+    routings = compared.bucket_routings
     unknown = any(
         each.router.predicts_attention and each.router.thresholds is None for each in routings
     )
     blocks = reads(cfg, "blocks") and any(
-        each.scorer is None and _lacks(each) for each in methods.block_selections
+        each.scorer is None and _lacks(each) for each in compared.block_selections
     )
     return blocks or bool(cfg.all_keys and unknown) or bool(cfg.eval.key_shares and routings)
 
 
-def dense_passes(methods: Compared, cfg: EvalRunConfig) -> float:
+def dense_passes(compared: Compared, cfg: EvalRunConfig) -> float:
     """Returns the number of dense passes over a chunk that take about as long as the calibration,
     if none is kept.
     """
-    needy = sum(each.scorer is None and _lacks(each) for each in methods.block_selections)
+    needy = sum(each.scorer is None and _lacks(each) for each in compared.block_selections)
     blocks = CALIBRATION_CHUNKS * (1 + SCORING * needy) if needy and reads(cfg, "blocks") else 0
-    routed = is_needed(replace(methods, block_selections=[]), cfg)
+    routed = is_needed(replace(compared, block_selections=[]), cfg)
     return blocks + (KEY_CALIBRATION_CHUNKS if routed else 0)
 
 
@@ -138,17 +148,17 @@ def calibration_chunks(
     return [chunks[i] for i in range(len(chunks))]
 
 
-def unreachable_notes(methods: Compared, cfg: EvalRunConfig) -> list[str]:
+def unreachable_notes(compared: Compared, cfg: EvalRunConfig) -> list[str]:
     """Returns a note for each length at which the always-read blocks exceed a requested share."""
-    if not methods.block_selections:
+    if not compared.block_selections:
         return []
-    first = methods.block_selections[0]
+    first = compared.block_selections[0]
     sizes = first.select.sizes if first.gate is None else first.gate.cfg.sizes
     always = always_read(first.select, SINK_AND_LOCAL if first.gate is None else first.gate.always)
     if first.select.policy == "calibrated":
         always = always._replace(short_rows=SHORT_ROWS)
     limited = [
-        task for task in cfg.eval.tasks if "blocks" in record(task).reads and record(task).text
+        task for task in cfg.eval.tasks if "blocks" in task_of(task).reads and task_of(task).text
     ]
     asked: dict[int, set[float]] = {}
     for section in (getattr(cfg.eval, task) for task in limited):
@@ -256,21 +266,21 @@ class _Kept:
         return {name: table(name) for name in identities}
 
 
-def match_key_shares(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> Compared:
-    """Returns ``methods`` with routings measured at ``cfg.eval.key_shares``, if there are any.
+def match_key_shares(compared: Compared, cfg: EvalRunConfig, loaded: Loaded) -> Compared:
+    """Returns ``compared`` with routings measured at ``cfg.eval.key_shares``, if there are any.
 
     For each share, a routing gets the number of probes whose mean share of the visible keys, over
     queries, heads and layers of training chunks, is nearest. The notes give these numbers, and the
     shares that a routing cannot read because its buckets or the dense window are larger.
     """
-    shares, routings = cfg.eval.key_shares, methods.bucket_routings
+    shares, routings = cfg.eval.key_shares, compared.bucket_routings
     if not shares or not routings:
-        return methods
+        return compared
     curves = [
         curve.tolist()
         for curve in measure_curves(loaded, routings, calibration_chunks(cfg, loaded, SHARE_CHUNKS))
     ]
-    matched, notes = [], list(methods.notes)
+    matched, notes = [], list(compared.notes)
     for routing, curve in zip(routings, curves, strict=True):
         counts = range(min(1, len(curve) - 1), len(curve))  # without a probe no routing is measured
         nearest = {
@@ -291,7 +301,7 @@ def match_key_shares(methods: Compared, cfg: EvalRunConfig, loaded: Loaded) -> C
             f"{routing.method}: probes by share of the keys, on training text: {', '.join(found)}"
             + (f"; not measured: {left_out}" if left_out else "")
         )
-    return replace(methods, bucket_routings=matched, notes=notes)
+    return replace(compared, bucket_routings=matched, notes=notes)
 
 
 def measure_curves(

@@ -15,7 +15,7 @@ from msattn.trainer.config import EvalRunConfig, SelectConfig
 from msattn.trainer.config.policies import Multiscale, own_keys
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.row import WINDOW, Setting
-from msattn.trainer.evaluate.task import record
+from msattn.trainer.evaluate.task import task_of
 from msattn.trainer.methods.base import CALIBRATED, DENSE, INDEPENDENT, ROPE, TOP_K, Method, Scorer
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.gate.attn_gate import Gate
@@ -401,4 +401,4 @@ def _untrained_routings(
 
 
 def reads(cfg: EvalRunConfig, kind: Literal["blocks", "routings"]) -> bool:
-    return any(kind in record(task).reads for task in cfg.eval.tasks)
+    return any(kind in task_of(task).reads for task in cfg.eval.tasks)

@@ -16,7 +16,7 @@ from msattn.trainer.data.overlap import check_apart, check_heldout
 from msattn.trainer.data.sources import source_identity
 from msattn.trainer.evaluate.compared import Compared
 from msattn.trainer.evaluate.row import EvalRow, Setting
-from msattn.trainer.evaluate.task import record
+from msattn.trainer.evaluate.task import task_of
 from msattn.trainer.methods.base import Method
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.progress import Progress
@@ -81,13 +81,13 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """Model, configuration and methods of an evaluation; ``kept`` are the rows that were measured
-    before an interruption.
+    """Model, configuration and compared methods of an evaluation; ``kept`` are the rows that were
+    measured before an interruption.
     """
 
     loaded: Loaded
     cfg: EvalRunConfig
-    methods: Compared
+    compared: Compared
     progress: Progress
     kept: PartialRows
     # results of the tasks' ``prepare``, by task
@@ -123,13 +123,13 @@ class Job:
         return done
 
 
-def settings_of(cfg: EvalRunConfig, loaded: Loaded, methods: Compared) -> dict[str, Any]:
+def settings_of(cfg: EvalRunConfig, loaded: Loaded, compared: Compared) -> dict[str, Any]:
     """Returns the settings that the rows of an evaluation depend on, with the names of the command
     line.
     """
     given = {key: value for key, value in asdict(cfg).items() if key not in CHANGEABLE}
     model = artifacts.identity(loaded.fingerprint) | given["model"]
-    hashes = {label: manifest["content_hash"] for label, manifest in methods.manifests.items()}
+    hashes = {label: manifest["content_hash"] for label, manifest in compared.manifests.items()}
     device = {"device": loaded.model.device.type, "dtype": str(loaded.model.dtype)}
     return (
         given
@@ -172,7 +172,7 @@ def check_texts(cfg: EvalRunConfig) -> None:
 def reads_data(cfg: EvalRunConfig) -> bool:
     """Returns True if a task reads the held-out documents of ``cfg.data``."""
     return None in _haystacks(cfg).values() or any(
-        record(task).text in ("heldout", cfg.model.init) for task in cfg.eval.tasks
+        task_of(task).text in ("heldout", cfg.model.init) for task in cfg.eval.tasks
     )
 
 
@@ -185,7 +185,7 @@ def texts_hash(cfg: EvalRunConfig) -> str:
     named = [
         (task, key, getattr(getattr(cfg.eval, task), key))
         for task in cfg.eval.tasks
-        for key in record(task).files
+        for key in task_of(task).files
     ]
     files = [
         file for task, key, path in named if path for file in text_files(f"eval.{task}.{key}", path)
@@ -199,7 +199,7 @@ def _haystacks(cfg: EvalRunConfig) -> dict[str, str | None]:
     return {
         task: getattr(cfg.eval, task).haystack
         for task in cfg.eval.tasks
-        if record(task).text == "haystack"
+        if task_of(task).text == "haystack"
     }
 
 

@@ -1,14 +1,14 @@
 """``msattn eval``: runs the evaluation tasks and writes tables, figures and a report."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from itertools import count
 from pathlib import Path
 from sys import version_info
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -17,7 +17,7 @@ from msattn.trainer.errors import UserError, print_once
 from msattn.trainer.evaluate.report import compare, tables, verdict
 from msattn.trainer.evaluate.report.context import CPU_NOTE, context
 from msattn.trainer.evaluate.row import EvalRow
-from msattn.trainer.evaluate.task import lengths_of, prepare, record, task_module
+from msattn.trainer.evaluate.task import lengths_of, prepare, task_module, task_of
 from msattn.trainer.progress import estimate
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import clean_up, replace_folder
@@ -45,78 +45,53 @@ def evaluate(cfg: EvalRunConfig) -> Path:
     for task in cfg.eval.tasks:
         if check := getattr(task_module(task), "check_config", None):
             check(cfg)
+    job = _load_job(cfg)
+    rows = _run_tasks(job)
+    figures = _write_report(job, rows, other)
+    _track(job, rows, figures)
+    return folder
 
-    # Heavy libraries: mistakes above are refused without them.
+
+def _load_job(cfg: EvalRunConfig) -> "Job":
+    """Loads the model and calibrates the compared methods, after the checks that need no
+    weights.
+    """
+    # Heavy libraries: mistakes in the configuration are refused without them.
     from msattn.trainer import models
-    from msattn.trainer.evaluate import calibration, compared
+    from msattn.trainer.evaluate import calibration
+    from msattn.trainer.evaluate.compared import find_compared
     from msattn.trainer.evaluate.job import Job, PartialRows, check_texts, reads_data, settings_of
-    from msattn.trainer.evaluate.report import files as report
     from msattn.trainer.progress import Progress
-    from msattn.trainer.training.tracker import Tracker
 
     if cfg.data.is_library and reads_data(cfg):
         _name_library(cfg, "eval")
     described = models.describe(cfg.model, device=cfg.device, dtype=cfg.dtype, seed=cfg.seed)
     check_texts(cfg)
-    found = compared.find_compared(cfg, described)
-    _check_sizes(cfg, described, found)
+    compared = find_compared(cfg, described)
+    _check_sizes(cfg, described, compared)
     prepared = prepare(cfg, described)
     if cfg.eval.tasks == ["prompts"]:  # calibrated no longer than they are
         longest = max(LEAST_CALIBRATED, *(ids.shape[1] for ids in prepared["prompts"]))
         cfg = replace(cfg, data=replace(cfg.data, seq_len=min(cfg.data.seq_len, longest)))
-    if calibration.is_needed(found, cfg):
+    if calibration.is_needed(compared, cfg):
         if cfg.data.is_library and not reads_data(cfg):
             _name_library(cfg, "calibration")
         calibration.calibration_chunks(cfg, described, 1)
     loaded = described.load()
-    found = found.on(loaded)
+    compared = compared.on(loaded)
     # Refuses other settings than those of the run to resume before the calibrations, which take
     # minutes.
-    kept = PartialRows(
-        folder.with_name("eval.rows"), settings_of(cfg, loaded, found), resume=cfg.resume
-    )
-    _print_estimate(cfg, loaded, found)
-    found = calibration.calibrate_selections(found, cfg, loaded)
-    calibration.calibrate_routers(found, cfg, loaded)
-    found.notes.extend(calibration.unreachable_notes(found, cfg))
-    found = calibration.match_key_shares(found, cfg, loaded)
-    rows: list[EvalRow] = []
-    try:
-        for of_task in _run_tasks(Job(loaded, cfg, found, Progress(), kept, prepared)):
-            rows += of_task
-    except KeyboardInterrupt as stop:
-        _print_tables([*rows, *kept.of_other_tasks({row.task for row in rows})], [])
-        ways = f"{len(kept)} rows are kept: the same command with resume=true continues after them"
-        raise type(stop)(*([ways] if len(kept) else [])) from stop
-    title = f"{cfg.model.name}, {cfg.name}: evaluation of sparse attention"
-    about = context(title, asdict(cfg), found.manifests, found.notes, loaded.model.device)
-    comparison = (
-        compare.compare(cfg.compare, rows, asdict(about), other) if cfg.compare and other else None
-    )
-    keep = None if cfg.overwrite else partial(_kept_path, folder)
-    with locked(folder), replace_folder(folder, keep=keep) as draft:
-        figures = report.write(draft, rows, about, comparison)
-    kept.remove()
-    console = _print_tables(rows, found.notes)
-    if comparison:
-        compare.show(comparison, console)
-    verdict.show(rows, console)
-    console.print(f"Report: [bold]{folder / 'report.html'}[/bold]", soft_wrap=True)
-    with Tracker.of_job(
-        cfg, "eval", folder=folder, run_name=f"{cfg.model.name}-{cfg.name}-eval", after_work=True
-    ) as tracker:
-        for artifact in found.read:
-            tracker.use_artifact(artifact)
-        for name, path in figures.items():
-            tracker.image(name, folder / path.name)
-        tracker.html("report", folder / "report.html")
-        tracker.table("results", report.flat(rows))
-        tracker.summary(summary(rows, cfg.eval))
-    return folder
+    settings = settings_of(cfg, loaded, compared)
+    kept = PartialRows(cfg.folder / "eval.rows", settings, resume=cfg.resume)
+    _print_estimate(cfg, loaded, compared)
+    calibrated = calibration.calibrate(compared, cfg, loaded)
+    return Job(loaded, cfg, calibrated, Progress(), kept, prepared)
 
 
 def _name_library(cfg: EvalRunConfig, reader: str) -> None:
-    """Prints that ``reader`` reads Python's library, which may not be the user's choice."""
+    """Prints that ``reader`` reads Python's standard library, which may not be the user's
+    choice.
+    """
     chosen = "" if cfg.data.source else "no text was chosen, so "
     print_once(
         f"{chosen}{reader} reads source files of Python {version_info.major}.{version_info.minor}'s"
@@ -124,23 +99,81 @@ def _name_library(cfg: EvalRunConfig, reader: str) -> None:
     )
 
 
-def _print_estimate(cfg: EvalRunConfig, loaded: "Loaded", found: "Compared") -> None:
+def _run_tasks(job: "Job") -> list[EvalRow]:
+    """Returns the rows of all tasks; an interruption prints those that were measured."""
+    rows: list[EvalRow] = []
+    try:
+        for of_task in _rows_by_task(job):
+            rows += of_task
+    except KeyboardInterrupt as stop:
+        kept = job.kept
+        _print_tables([*rows, *kept.of_other_tasks({row.task for row in rows})], [])
+        ways = f"{len(kept)} rows are kept: the same command with resume=true continues after them"
+        raise type(stop)(*([ways] if len(kept) else [])) from stop
+    return rows
+
+
+def _write_report(job: "Job", rows: list[EvalRow], other: dict[str, Any] | None) -> dict[str, Path]:
+    """Writes and prints the results, beside those of the ``other`` evaluation; returns the figures
+    by name.
+    """
+    from msattn.trainer.evaluate.report import files
+
+    cfg, folder = job.cfg, job.cfg.folder / "eval"
+    title = f"{cfg.model.name}, {cfg.name}: evaluation of sparse attention"
+    notes, device = job.compared.notes, job.loaded.model.device
+    about = context(title, asdict(cfg), job.compared.manifests, notes, device)
+    comparison = (
+        compare.compare(cfg.compare, rows, asdict(about), other) if cfg.compare and other else None
+    )
+    keep = None if cfg.overwrite else partial(_kept_path, folder)
+    with locked(folder), replace_folder(folder, keep=keep) as draft:
+        figures = files.write(draft, rows, about, comparison)
+    job.kept.remove()
+    console = _print_tables(rows, notes)
+    if comparison:
+        compare.show(comparison, console)
+    verdict.show(rows, console)
+    console.print(f"Report: [bold]{folder / 'report.html'}[/bold]", soft_wrap=True)
+    return figures
+
+
+def _track(job: "Job", rows: list[EvalRow], figures: Mapping[str, Path]) -> None:
+    """Gives the results to the tracker."""
+    from msattn.trainer.evaluate.report import files
+    from msattn.trainer.training.tracker import Tracker
+
+    cfg, folder = job.cfg, job.cfg.folder / "eval"
+    with Tracker.of_job(
+        cfg, "eval", folder=folder, run_name=f"{cfg.model.name}-{cfg.name}-eval", after_work=True
+    ) as tracker:
+        for artifact in job.compared.read:
+            tracker.use_artifact(artifact)
+        for name, path in figures.items():
+            tracker.image(name, folder / path.name)
+        tracker.html("report", folder / "report.html")
+        tracker.table("results", files.flat(rows))
+        tracker.summary(summary(rows, cfg.eval))
+
+
+def _print_estimate(cfg: EvalRunConfig, loaded: "Loaded", compared: "Compared") -> None:
     """Prints how long the calibration and the tasks take on a CPU, as far as that is known, from
     the time of a dense pass.
     """
     from msattn.trainer.evaluate import calibration
     from msattn.trainer.models.timing import seconds_of_pass, seconds_of_scores
 
-    tokens, lengths = {"calibration": calibration.dense_passes(found, cfg) * cfg.data.seq_len}, []
+    tokens = {"calibration": calibration.dense_passes(compared, cfg) * cfg.data.seq_len}
+    lengths: list[int] = []
     scored: dict[str, int] = {}  # tokens whose predictions are compared
     for task in cfg.eval.tasks:
-        section, samples = getattr(cfg.eval, task), record(task).samples
+        section, samples = getattr(cfg.eval, task), task_of(task).samples
         if samples is not None:
             # routers decode after the dense pass
-            cases = len(found.prefill_cases(loaded.model, section.sparsities))
+            cases = len(compared.prefill_cases(loaded.model, section.sparsities))
             number = samples(section) * sum(lengths_of(section))
             tokens[task] = number * cases
-            if record(task).scored:
+            if task_of(task).scored:
                 tokens[task], scored[task] = number * (2 * cases - 1), number * cases
             lengths += lengths_of(section)
     tokens = {what: number for what, number in tokens.items() if number}
@@ -149,11 +182,11 @@ def _print_estimate(cfg: EvalRunConfig, loaded: "Loaded", found: "Compared") -> 
         parts = {what: seconds * number / longest for what, number in tokens.items()}
         for task, number in scored.items():
             parts[task] += number * seconds_of_scores(loaded.model)
-        others = [task for task in cfg.eval.tasks if record(task).samples is None]
+        others = [task for task in cfg.eval.tasks if task_of(task).samples is None]
         estimate("eval", parts, others)
 
 
-def _run_tasks(job: "Job") -> Iterator[list[EvalRow]]:
+def _rows_by_task(job: "Job") -> Iterator[list[EvalRow]]:
     device, tasks = job.loaded.model.device.type, job.cfg.eval.tasks
     with job.progress:
         for task in tasks:
@@ -161,8 +194,8 @@ def _run_tasks(job: "Job") -> Iterator[list[EvalRow]]:
                 replace(row, extra=row.extra | {"device": device})
                 for row in task_module(task).run(job)
             ]
-    if device == "cpu" and any(record(task).timed for task in tasks):
-        job.methods.notes.append(CPU_NOTE)
+    if device == "cpu" and any(task_of(task).timed for task in tasks):
+        job.compared.notes.append(CPU_NOTE)
 
 
 def _print_tables(rows: list[EvalRow], notes: list[str]) -> Console:
@@ -191,7 +224,7 @@ def _sizes(row: EvalRow, cfg: EvalConfig) -> list[str]:
     return [row.extra.get("benchmark", ""), f"{length}x{batch}" if batch > 1 else f"{length}"]
 
 
-def _check_sizes(cfg: EvalRunConfig, model: "Described", found: "Compared") -> None:
+def _check_sizes(cfg: EvalRunConfig, model: "Described", compared: "Compared") -> None:
     """Raises UserError, before the weights are read, for lengths and probes that a later task would
     refuse.
     """
@@ -199,14 +232,14 @@ def _check_sizes(cfg: EvalRunConfig, model: "Described", found: "Compared") -> N
 
     for task in cfg.eval.tasks:
         if check := getattr(task_module(task), "check_sizes", None):
-            check(cfg, model, found)
+            check(cfg, model, compared)
     for task in cfg.eval.tasks:
         section = getattr(cfg.eval, task)
-        if record(task).fits_positions:
+        if task_of(task).fits_positions:
             for length in lengths_of(section):
                 answered = length + getattr(section, "tokens", 0)
                 check_length(model.config, answered, f"length={answered} of eval.{task}")
-        for routing in found.bucket_routings:
+        for routing in compared.bucket_routings:
             routing.settings(getattr(section, "probes", []))
 
 

@@ -88,7 +88,8 @@ def task_module(name: str) -> Any:
     return import_module(f"msattn.trainer.evaluate.tasks.{name}")
 
 
-def record(name: str) -> Task:
+def task_of(name: str) -> Task:
+    """Returns the record of a task."""
     return task_module(name).TASK
 
 

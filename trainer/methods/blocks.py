@@ -62,30 +62,47 @@ def _visible(rows: RowSpan, num_keys: int, size: int) -> Tensor:
     return (starts <= rows.last[..., None])[:, None]
 
 
-class Candidates:
-    """Blocks of a layer that a policy selects from, bool ``[B | 1, 1, Tr, Tc]``.
+class RowCandidates:
+    """Blocks of a layer that a policy selects from: the first ones of each row block, of which it
+    must read the first ``sink_blocks`` and those from ``local`` on.
 
-    ``visible`` ones may be read; ``always`` are those among them that must be read, at least one in
-    each row that sees a key.
+    Only the numbers ``ends`` and ``local`` of each row are held, int32 ``[B | 1, 1, Tr, 1]``; masks
+    of the ``cols`` blocks, bool ``[B | 1, 1, Tr, Tc]``, are made when they are asked for.
     """
 
-    def __init__(self, visible: Tensor, always: Tensor) -> None:
-        self.visible, self.always = visible, always
+    def __init__(self, ends: Tensor, local: Tensor, sink_blocks: int, cols: int) -> None:
+        self.ends, self.local, self.sink_blocks, self.cols = ends, local, sink_blocks, cols
         self._counts: dict[float, Tensor] = {}
+
+    # A cached inference tensor could not be used in training.
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """The blocks that may be read."""
+        with torch.inference_mode(False):
+            return torch.arange(self.cols, device=self.ends.device) < self.ends
+
+    @cached_property
+    def always(self) -> Tensor:
+        """Those among them that must be read, at least one in each row that sees a key."""
+        with torch.inference_mode(False):
+            columns = torch.arange(self.cols, device=self.ends.device)
+            return self.visible & ((columns < self.sink_blocks) | (columns >= self.local))
 
     @cached_property
     def row_visible(self) -> Tensor:
         """Number of visible blocks of each row: int64 ``[B | 1, 1, Tr, 1]``."""
-        return self.visible.sum(-1, keepdim=True)
+        return self.ends.long()
 
     @cached_property
     def num_visible(self) -> Tensor:
         """Number of visible blocks, at least 1: int64 scalar."""
         return self.row_visible.sum().clamp(min=1)
 
-    def rows(self, chosen: slice) -> "Candidates":
+    def rows(self, chosen: slice) -> "RowCandidates":
         """Returns the candidates of some of the rows."""
-        return Candidates(self.visible[..., chosen, :], self.always[..., chosen, :])
+        ends, local = (x[:, :, chosen] for x in (self.ends, self.local))
+        return RowCandidates(ends, local, self.sink_blocks, self.cols)
 
     def share(self, share: float) -> Tensor:
         """Returns a share of the number of visible blocks of each row, rounded: int32
@@ -104,36 +121,6 @@ class Candidates:
         that reach the ``limit``.
         """
         return best_blocks(scores, counts, self.visible, self.always, **limit)
-
-
-class RowCandidates(Candidates):
-    """Candidates of row blocks that see the first blocks of keys, of which they must read the first
-    ``sink_blocks`` and those from ``local`` on.
-
-    Only numbers of each row are held, int32 ``[B | 1, 1, Tr, 1]``; masks are made when they are
-    asked for.
-    """
-
-    def __init__(self, ends: Tensor, local: Tensor, sink_blocks: int, cols: int) -> None:
-        self.ends, self.local, self.sink_blocks, self.cols = ends, local, sink_blocks, cols
-        self._counts = {}
-
-    # A cached inference tensor could not be used in training.
-
-    @cached_property
-    def visible(self) -> Tensor:  # type: ignore[override]
-        with torch.inference_mode(False):
-            return torch.arange(self.cols, device=self.ends.device) < self.ends
-
-    @cached_property
-    def always(self) -> Tensor:  # type: ignore[override]
-        with torch.inference_mode(False):
-            columns = torch.arange(self.cols, device=self.ends.device)
-            return self.visible & ((columns < self.sink_blocks) | (columns >= self.local))
-
-    @cached_property
-    def row_visible(self) -> Tensor:  # type: ignore[override]
-        return self.ends.long()
 
 
 SHORT_PART = 8  # rows may be short in the first one of this many parts of their sequence
@@ -268,7 +255,7 @@ def aligned_blocks(x: Tensor, start: Tensor | None, block_size: int) -> Tensor:
     return x.unflatten(2, (blocks, block_size))
 
 
-def sparsity(selected: Tensor, candidates: Candidates, total: Tensor | None = None) -> Tensor:
+def sparsity(selected: Tensor, candidates: RowCandidates, total: Tensor | None = None) -> Tensor:
     """Returns the share of the causally visible blocks that is not read, or adds it to ``total``: a
     float64 scalar.
 

@@ -20,7 +20,7 @@ from msattn.trainer.methods.base import Method, check_finite
 from msattn.trainer.methods.budgets import Budget, KeyShare, KeyThresholds, Probability, Probes
 from msattn.trainer.models.families import attention_layers, check_shape, num_layers
 from msattn.trainer.models.layer_attention import LayerInputs
-from msattn.trainer.models.parallel import HeadShard
+from msattn.trainer.models.parallel import ModelShard
 
 MAX_ROUTED_TOKENS = 32  # new tokens of a pass that each read buckets; more are a prompt
 PRESETS = ModelPresets()  # for routers whose manifest records nothing
@@ -133,10 +133,12 @@ class Router(nn.Module, ABC):
         """
         return 0, budget.share if isinstance(budget, KeyShare) else budget.most / self.num_buckets
 
-    def shard(self, part: HeadShard) -> "Router":
-        """Returns the router of a part of the heads. Only needed for tensor parallelism."""
+    def shard(self, part: ModelShard) -> "Router":
+        """Returns the router of the layers and heads of a rank. Only needed for tensor and pipeline
+        parallelism.
+        """
         raise NotImplementedError(
-            f"{type(self).__name__}.shard: tensor parallelism needs this method"
+            f"{type(self).__name__}.shard: tensor and pipeline parallelism need this method"
         )
 
     @abstractmethod

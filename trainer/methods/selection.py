@@ -9,7 +9,7 @@ synchronizes with the device.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from msattn.trainer.methods.base import GateScorer, Scorer
 from msattn.trainer.methods.blocks import (
     SINK_AND_LOCAL,
     AlwaysRead,
-    Candidates,
     RowCandidates,
     candidate_blocks,
 )
@@ -36,7 +35,7 @@ from msattn.trainer.models.layer_attention import LayerInputs, score_options, wi
 
 SCORE_BYTES = 2**30  # of block scores or projected keys in memory at once
 OWN_ALWAYS = ("sink_blocks", "local_blocks")  # what a gate records of AlwaysRead
-Policy = Callable[[Tensor, Candidates], Tensor]  # see msattn.trainer.config.policies
+Policy = Callable[[Tensor, RowCandidates], Tensor]  # see msattn.trainer.config.policies
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,13 @@ class Selection:
     @property
     def gate(self) -> Any:
         """The gate whose scores are used; None for other scores."""
-        return getattr(self.scorer, "gate", None)
+        return self.scorer.gate if isinstance(self.scorer, GateScorer) else None
 
     def needs_keys(self, x: LayerInputs) -> bool:
         """Returns True if the scores of a pass need every key; gates may need only pooled keys."""
-        return self.gate is None or (x.ends_prompt and cast(Any, self.scorer).last_chunk_needs_keys)
+        if not isinstance(self.scorer, GateScorer):
+            return True
+        return x.ends_prompt and self.scorer.last_chunk_needs_keys
 
     @classmethod
     def from_config(

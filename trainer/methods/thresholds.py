@@ -41,7 +41,12 @@ from torch.nn import functional as F
 from msattn.trainer.config.schema import Share
 from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.methods.base import Scorer
-from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, Candidates, candidate_blocks
+from msattn.trainer.methods.blocks import (
+    SINK_AND_LOCAL,
+    AlwaysRead,
+    RowCandidates,
+    candidate_blocks,
+)
 from msattn.trainer.models.families import num_layers
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.tap import visit_layers
@@ -216,7 +221,7 @@ def allocation_of(scorer: "Scorer") -> Allocation:
     return getattr(scorer, "allocation", Allocation())
 
 
-def block_histograms(scores: Tensor, candidates: Candidates, floor: float) -> _Histograms:
+def block_histograms(scores: Tensor, candidates: RowCandidates, floor: float) -> _Histograms:
     """Counts the visible blocks of ``scores [B, H, Tr, Tc]`` by their score and the number of
     visible blocks of their row.
     """

@@ -1,7 +1,8 @@
-"""Tensor parallelism of transformers (``tp_plan="auto"``): which heads of each layer a rank
-computes.
+"""Parts of a model that a rank computes: heads of each layer (tensor parallelism, in transformers
+with ``tp_plan="auto"``), and layers (pipeline parallelism, in vLLM).
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -14,18 +15,32 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class HeadShard(NamedTuple):
-    """The ``rank``-th of ``ranks`` equal parts of the heads, in their order."""
+class ModelShard(NamedTuple):
+    """The ``rank``-th of ``ranks`` equal parts of the heads, in their order, in some ``layers``."""
 
     rank: int = 0
     ranks: int = 1
+    layers: frozenset[int] | None = None  # numbers of the model's layers; None: all
+
+    @property
+    def is_whole(self) -> bool:
+        """True if the rank computes the whole model."""
+        return self.ranks == 1 and self.layers is None
+
+    def own(self, layers: Sequence[int]) -> list[int]:
+        """Returns those of ``layers`` that the rank computes."""
+        return [layer for layer in layers if self.layers is None or layer in self.layers]
+
+    def rows(self, layers: Sequence[int]) -> list[int]:
+        """Returns the positions in ``layers`` of those that the rank computes."""
+        return [layers.index(layer) for layer in self.own(layers)]
 
     def of(self, weights: Tensor, dim: int) -> Tensor:
         """Returns the part of ``weights``, whose dimension ``dim`` is one of heads."""
         return weights.chunk(self.ranks, dim)[self.rank].clone()
 
 
-def head_shard(model: "PreTrainedModel") -> HeadShard:
+def head_shard(model: "PreTrainedModel") -> ModelShard:
     """Returns the heads that this rank computes; all of them without tensor parallelism.
 
     Raises UserError if q_proj, k_proj and v_proj are divided in another way than by heads, or the
@@ -39,7 +54,7 @@ def head_shard(model: "PreTrainedModel") -> HeadShard:
     }
     divided = {name: weight for name, weight in projections.items() if isinstance(weight, DTensor)}
     if not divided:
-        return HeadShard()
+        return ModelShard()
     if not family_of(model.config).llama_layers:
         raise UserError(
             f"model_type={model.config.model_type}: tensor parallelism is not supported for this "
@@ -60,4 +75,4 @@ def head_shard(model: "PreTrainedModel") -> HeadShard:
             f"model: divided among {ranks} ranks; expected a number that divides its {heads} "
             f"key/value heads"
         )
-    return HeadShard(mesh.get_local_rank(), ranks)
+    return ModelShard(mesh.get_local_rank(), ranks)

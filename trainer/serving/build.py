@@ -30,7 +30,7 @@ from msattn.trainer.models.families import (
     num_layers,
 )
 from msattn.trainer.models.identity import config_fingerprint
-from msattn.trainer.models.parallel import HeadShard
+from msattn.trainer.models.parallel import ModelShard
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.serving.dispatch import Dispatch
@@ -50,7 +50,7 @@ class ModelInfo(NamedTuple):
     config: PreTrainedConfig
     dtype: torch.dtype
     fingerprint: Callable[[], dict[str, Any]]
-    shard: Callable[[], HeadShard]  # returns the heads that this rank computes
+    shard: Callable[[], ModelShard]  # returns the layers and heads that this rank computes
     # moves modules to the model's device and returns the device
     to_device: Callable[..., torch.device]
 
@@ -81,9 +81,11 @@ def build_sparse(
     _check_artifacts(model, selection, router, warn, strict=options.strict)
     decoding = _decoding(router, options, config, warn)
     shard = model.shard()
-    if shard.ranks > 1:
+    if not shard.is_whole:
         selection = _sharded(selection, chosen, shard)
-        router = None if router is None else router.shard(shard)
+        if router is not None:
+            router = router.shard(shard)
+            decoding["layers"] &= frozenset(router.layers)
     device = model.to_device(None if selection is None else selection.gate, router)
     group = num_heads(config) // num_kv_heads(config)
     statistics = Statistics(
@@ -120,7 +122,11 @@ def check_options(config: PreTrainedConfig, options: AttachOptions) -> None:
     this configuration.
     """
     check_supported(config)
-    functions = partial(config_fingerprint, config), HeadShard, lambda *modules: torch.device("cpu")
+    functions = (
+        partial(config_fingerprint, config),
+        ModelShard,
+        lambda *modules: torch.device("cpu"),
+    )
     # serving warns
     build_sparse(ModelInfo(config, torch.float32, *functions), options, lambda message: None)
 
@@ -184,9 +190,11 @@ def _check_artifacts(
 
 
 def _sharded(
-    selection: Selection | None, chosen: SelectConfig | None, shard: HeadShard
+    selection: Selection | None, chosen: SelectConfig | None, shard: ModelShard
 ) -> Selection | None:
-    """Returns the selection, built from ``chosen``, with the gate's heads of one rank."""
+    """Returns the selection, built from ``chosen``, with the gate's layers and heads of one
+    rank.
+    """
     if selection is None or selection.gate is None:
         return selection
     if chosen is None:

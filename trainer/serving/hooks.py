@@ -99,52 +99,40 @@ class DecoderHooks(NotCopied):
         """Installs the decoder's layers in a cache that is new to it, and checks the pass over
         it.
         """
-        config, is_new = module.config, not isinstance(cache, Cache) or cache not in self._prepared
+        is_new = not isinstance(cache, Cache) or cache not in self._prepared
         static = is_new and getattr(cache, "is_compileable", False)
         if is_new:
-            # made without the model's configuration
-            if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
-                cache.layers += DynamicCache(config=config).layers[len(cache.layers) :]
-            layers, routed, decoding = (
-                self.num_layers,
-                self.sparse.dispatch.routed_layers,
-                self.sparse.dispatch.routed,
-            )
-            router, every = (
-                (None, 1) if decoding is None else (decoding.router, decoding.rebuild_every)
-            )
-            install_layers(
-                cache,
-                router,
-                num_layers=layers,
-                served=self.served,
-                routed=routed,
-                rebuild_every=every,
-            )
-        cached = cache.get_seq_length()
-        tokens = check_inputs(module, kwargs, cached=cached, static=static)
+            self._install(cache, module.config)
+        tokens = check_inputs(module, kwargs, cached=cache.get_seq_length(), static=static)
         if tokens is None:  # the model has a message of its own
             return
-        check_held(
-            cache,
-            config,
-            self.num_layers,
-            self.served,
-            len(tokens),
-            self.sparse.kv_heads,
-            every_layer=is_new,
-        )
+        shape = self.num_layers, self.served, len(tokens), self.sparse.kv_heads
+        check_held(cache, module.config, *shape, every_layer=is_new)
         if is_new:
             self._check_partition(cache)
             self._prepared.add(cache)
-        new = tokens.shape[1]
+        self._check_room(cache, module, tokens)
+
+    def _install(self, cache: Any, config: Any) -> None:
+        """Installs the decoder's layers in a cache."""
+        # made without the model's configuration
+        if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
+            cache.layers += DynamicCache(config=config).layers[len(cache.layers) :]
+        options: dict[str, Any] = {"num_layers": self.num_layers, "served": self.served}
+        routed = self.sparse.dispatch.routed
+        if routed is None:
+            install_layers(cache, None, **options)
+        else:
+            options |= {"routed": routed.layers, "rebuild_every": routed.rebuild_every}
+            install_layers(cache, routed.router, **options)
+
+    def _check_room(self, cache: Any, module: Any, tokens: Tensor) -> None:
+        """Raises UserError for more ``tokens`` than fit the model's positions or the memory."""
+        config, cached, new = module.config, cache.get_seq_length(), tokens.shape[1]
         # decoded tokens and drafts may exceed the positions
         if new > (MAX_ROUTED_TOKENS if cached else 1):
-            check_length(
-                config,
-                cached + new,
-                f"prompt of {new} tokens" + (f" after {cached} cached ones" if cached else ""),
-            )
+            what = f"prompt of {new} tokens" + (f" after {cached} cached ones" if cached else "")
+            check_length(config, cached + new, what)
         check_memory(
             cache, config, self.served, *tokens.shape[:2], dtype=module.dtype, device=tokens.device
         )

@@ -31,19 +31,13 @@ Switch = Annotated[
 
 
 @schema(kw_only=True)
-class ArtifactOptions(ReadOptions):
-    """The options that vLLM and ``config.json`` also take: what is attached, and what is read."""
+class AttachOptions(BudgetOptions):
+    """Artifacts that are attached to a model, and how they are served."""
 
     gate: Annotated[Gate | str | Path | None, Instance(GATE)] = None
     select: Annotated[Selection | SelectConfig | Mapping | str | None, Instance(SELECT)] = None
     sparsity: Sparsity | None = None
     qmodel: Annotated[Router | str | Path | None, Instance(QMODEL)] = None
-
-
-@schema(kw_only=True)
-class AttachOptions(BudgetOptions, ArtifactOptions):
-    """Artifacts that are attached to a model, and how they are served."""
-
     independent: Switch = False
     strict: Switch = False
     cuda_graphs: Switch = True
@@ -54,11 +48,13 @@ class AttachOptions(BudgetOptions, ArtifactOptions):
         self.check_budget()
 
 
-ARTIFACT_KEYS = tuple(
-    sorted(
-        (item.name for item in fields(ArtifactOptions)),
-        key=lambda name: hasattr(ReadOptions, name),
-    )
+# options that vLLM and config.json also take: what is attached, and what is read
+ARTIFACT_KEYS = (
+    "gate",
+    "select",
+    "sparsity",
+    "qmodel",
+    *(item.name for item in fields(ReadOptions)),
 )
 
 

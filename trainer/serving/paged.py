@@ -97,10 +97,13 @@ class PagedAttention:
         # transformers makes no mask where it gets one.
         return {**arguments, PAGES: current, "attention_mask": torch.empty(1, 1, 0, 0)}
 
-    def begin_tables(self, state: PagedState, *tables: Tensor) -> PagedPass:
-        """Returns a pass; ``tables`` are the other arguments of :meth:`PagedPass.from_tables`."""
+    def begin_tables(
+        self, state: PagedState, *tables: Tensor, continued: Tensor | None = None
+    ) -> PagedPass:
+        """Returns a pass; the arguments are those of :meth:`PagedPass.from_tables`."""
+        is_sparse = partial(self._is_sparse, state)
         return self._start(
-            PagedPass.from_tables(state, *tables, is_sparse=partial(self._is_sparse, state))
+            PagedPass.from_tables(state, *tables, is_sparse=is_sparse, continued=continued)
         )
 
     def begin_new_tokens(
@@ -320,12 +323,15 @@ class PagedAttention:
                 self.create_counters(self._states[cache])
             return self._states[cache]
 
-    def state_options(self, config: Any, requests: int) -> dict[str, Any]:
+    def state_options(self, config: Any, requests: int, drafts: int = 0) -> dict[str, Any]:
         """Returns the arguments of a :class:`PagedState` that say what it keeps, for a model with
         this configuration.
+
+        With ``drafts`` after the new token of each request, bucket sizes are not kept from one pass
+        to the next: a rejected draft leaves its bucket.
         """
         routed, gate, num_buckets = self.dispatch.routed, self.dispatch.gate, 0
-        if routed is not None and isinstance(routed.budget, KeyShare):
+        if routed is not None and isinstance(routed.budget, KeyShare) and not drafts:
             num_buckets = routed.router.num_buckets
         of_layers = {
             "bucket_layers": self.dispatch.routed_layers,
@@ -334,7 +340,7 @@ class PagedAttention:
         return {
             **of_layers,
             "gate": None if gate is None else gate.cfg,
-            "requests": requests,
+            "requests": requests * (1 + drafts),
             "num_buckets": num_buckets,
         }
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msattn.trainer.methods.blocks import Candidates, sparsity
+from msattn.trainer.methods.blocks import RowCandidates, sparsity
 from msattn.trainer.models.timing import PhaseTimer
 
 Name = str | int  # a layer's number is the name of its sparsity
@@ -77,7 +77,7 @@ class Statistics:
             self.count(layer)
             self.count(reason)
 
-    def add_selected(self, layer: int, selected: Tensor, candidates: Candidates) -> None:
+    def add_selected(self, layer: int, selected: Tensor, candidates: RowCandidates) -> None:
         """Adds the share of the blocks that a pass did not read in a layer."""
         with self._lock:
             self._counts[layer] += 1

@@ -15,7 +15,7 @@ from rich.table import Table
 from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.report.tables import columns_of, filled, with_columns
 from msattn.trainer.evaluate.row import EvalRow, Setting, flat
-from msattn.trainer.evaluate.task import record
+from msattn.trainer.evaluate.task import task_of
 from msattn.trainer.methods.base import Method
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import current_folder, write_table
@@ -165,7 +165,7 @@ def show(comparison: Comparison, console: Console) -> None:
 
 
 def score_text(task: str, score: float) -> str:
-    return record(task).form.format(score)
+    return task_of(task).form.format(score)
 
 
 def _of(row: EvalRow) -> tuple[str, str, str]:
@@ -174,11 +174,11 @@ def _of(row: EvalRow) -> tuple[str, str, str]:
 
 
 def _difference(task: str, here: float, there: float) -> str:
-    if record(task).timed:
+    if task_of(task).timed:
         return f"{100 * (here / there - 1):+.1f} %" if there else ""
     return (
         f"{100 * (here - there):+.1f} points"
-        if "%" in record(task).form
+        if "%" in task_of(task).form
         else f"{here - there:+.3f}"
     )
 

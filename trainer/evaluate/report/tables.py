@@ -10,14 +10,14 @@ from rich.table import Table
 
 from msattn.trainer.config import RULER_TASKS, TASKS
 from msattn.trainer.evaluate.row import EvalRow
-from msattn.trainer.evaluate.task import SECONDS, SPEEDUP, record
+from msattn.trainer.evaluate.task import SECONDS, SPEEDUP, task_of
 
 TEXT_COLUMNS = ("method", "setting")
-# shown by the page, but not by the terminal, as are intervals
+# shown by the page, but not by the terminal, as are intervals; eval=latency has columns of its own
 DETAILS = {
     *RULER_TASKS,
-    *("attention", "bits per byte", "imbalance", "launched by", "peak memory", "recall"),
-    *("selection", "sparsity"),
+    *("attention", "bits per byte", "imbalance", "latency", "launched by"),
+    *("peak memory", "recall", "selection", "sparsity"),
 }
 # intervals of comparisons with dense attention
 COMPARED = ("ratio_interval", "kl_interval", "same_top_interval")
@@ -40,13 +40,13 @@ def caption(rows: list[EvalRow]) -> str:
     """Returns the heading of a task's table, with the number and length of its samples."""
     first, counts = rows[0], sorted({row.samples for row in rows})
     span = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    shown = record(first.task)
+    shown = task_of(first.task)
     return f"{shown.heading}: {span} {shown.unit.format_map(first.extra)}"
 
 
 def table(rows: list[EvalRow]) -> dict[str, list[str]]:
     """Returns ``{column: cells}`` of the rows of one task, without empty columns."""
-    task = record(rows[0].task)
+    task = task_of(rows[0].task)
     columns = {
         "method": [row.method.label for row in rows],
         "setting": [str(row.setting) for row in rows],
@@ -117,6 +117,9 @@ def filled(
     """
     headers = [name if name in text else name.replace(" ", "\n") for name in columns]
     shown = with_columns(title, headers, text)
+    for column, cells in zip(shown.columns, columns.values(), strict=True):
+        if not column.no_wrap:  # rich would break words before it shortens numbers
+            column.min_width = max(len(word) for cell in cells for word in ["", *cell.split()])
     for number, (first, *cells) in enumerate(zip(*columns.values(), strict=True)):
         begins = groups is None or not number or groups[number] != groups[number - 1]
         if sections and begins and number:
@@ -132,7 +135,12 @@ def with_columns(title: str | None, headers: Sequence[str], text: Collection[str
     not.
     """
     shown = Table(
-        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
     )
     for header in headers:
         is_text = header in text

@@ -17,7 +17,7 @@ from msattn.trainer.config.select import GATE_SCORES
 from msattn.trainer.evaluate.report.style import longest
 from msattn.trainer.evaluate.report.tables import columns_of, filled
 from msattn.trainer.evaluate.row import EvalRow
-from msattn.trainer.evaluate.task import Quality, record
+from msattn.trainer.evaluate.task import Quality, task_of
 
 SAME_READS = 0.25  # relative difference of the keys read up to which two methods are compared
 SHOWN_READS = 0.1  # relative difference of the keys read from which it is shown
@@ -39,7 +39,7 @@ def verdict(rows: Sequence[EvalRow]) -> list[Line]:
     """Returns the lines that ``rows`` have numbers for, e.g. none for dense attention alone."""
     lines, measured = [], {row.task for row in rows}
     judged = [
-        (task, quality) for task in TASKS if task in measured and (quality := record(task).quality)
+        (task, quality) for task in TASKS if task in measured and (quality := task_of(task).quality)
     ]
     # perplexities, then shares
     for task, quality in sorted(judged, key=lambda pair: pair[1].better):
@@ -62,7 +62,7 @@ def sentences(rows: Sequence[EvalRow], lines: Sequence[Line]) -> list[str]:
     }
     said = "; ".join(f"{verb} {' and '.join(names)}" for verb, names in by_outcome.items() if names)
     shares = {
-        row.task for row in rows if (quality := record(row.task).quality) and quality.better == 1
+        row.task for row in rows if (quality := task_of(row.task).quality) and quality.better == 1
     }
     lost = [row for row in rows if row.method.is_dense and row.score == 0 and row.task in shares]
     compared = (

@@ -79,7 +79,7 @@ def run(job: Job) -> list[EvalRow]:
     """Returns, for each length and batch, a row for each kind of dense attention and one for each
     setting of a routing.
     """
-    settings, notes = job.cfg.eval.decoding, job.methods.notes
+    settings, notes = job.cfg.eval.decoding, job.compared.notes
     cases = _cases(job)
     sizes = list(product(settings.lengths, settings.batches))
     advance = job.bar("decoding", len(cases) * len(sizes))
@@ -123,7 +123,7 @@ def check_sizes(cfg: EvalRunConfig, model: Described | Loaded, methods: Compared
 
 
 def _cases(job: Job) -> list[DecodingCase]:
-    model, cfg, routings = job.loaded.model, job.cfg, job.methods.bucket_routings
+    model, cfg, routings = job.loaded.model, job.cfg, job.compared.bucket_routings
     if all(routing.router.artifact is None for routing in routings):
         routings = [random_router(cfg, model), *routings]
     tokens, seed = cfg.eval.decoding.tokens, cfg.seed

@@ -51,7 +51,7 @@ def run(job: Job) -> list[EvalRow]:
     positions, or a task has no metric with a number.
     """
     settings = job.cfg.eval.harness
-    tried = job.methods.cases(job.loaded.model, settings.sparsities, settings.probes or None)
+    tried = job.compared.cases(job.loaded.model, settings.sparsities, settings.probes or None)
     rows: list[EvalRow] = []
     dense: dict[tuple[str, int | None], float] = {}
     for number, case in enumerate(tried, start=1):

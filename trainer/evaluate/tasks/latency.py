@@ -88,7 +88,7 @@ def run(job: Job) -> list[EvalRow]:
 
     Rows of the other situations follow.
     """
-    model, settings, blocks = job.loaded.model, job.cfg.eval.latency, job.methods.block_selections
+    model, settings, blocks = job.loaded.model, job.cfg.eval.latency, job.compared.block_selections
     if not any(block.gate for block in blocks):
         blocks = [random_gate(job.cfg, model), *blocks]
     kernels = SDPA_BACKENDS[model.device.type]
@@ -131,10 +131,10 @@ def run(job: Job) -> list[EvalRow]:
                     )
             except BackendUnavailable as reason:
                 where = f"{length:,} tokens" + f", {situation.name}" * bool(situation.name)
-                job.methods.notes.append(f"{case.method} at {where}: not timed: {reason}")
+                job.compared.notes.append(f"{case.method} at {where}: not timed: {reason}")
             advance()
         rows += _rows_of(done, length, situation)
-    return _with_break_even(rows, job.methods.notes)
+    return _with_break_even(rows, job.compared.notes)
 
 
 def prepare(cfg: EvalRunConfig, model: Described | Loaded) -> Tensor:

@@ -132,9 +132,9 @@ def _at_length(job: Job, tasks: Mapping[str, list[LevalQuestion]], length: int) 
 
     plan = [
         Measurement(("leval", length, case.method, case.setting), partial(read, case), len(asked))
-        for case in job.methods.prefill_cases(loaded.model, settings.sparsities)
+        for case in job.compared.prefill_cases(loaded.model, settings.sparsities)
     ]
-    for method in job.methods.bucket_routings:
+    for method in job.compared.bucket_routings:
         cases = method.cases(loaded.model, settings.probes, settings.keys)
         key = "leval", length, method.method, *(case.setting for case in cases)
         plan.append(Measurement(key, partial(decode, method, cases), len(asked)))

@@ -169,10 +169,10 @@ def _at_length(job: Job, samples: Samples) -> list[EvalRow]:
             partial(read, case),
             len(samples.prefills()),
         )
-        for case in job.methods.prefill_cases(loaded.model, settings.sparsities)
+        for case in job.compared.prefill_cases(loaded.model, settings.sparsities)
     ]
     for number, method in enumerate(
-        job.methods.with_independent(settings.independent).bucket_routings
+        job.compared.with_independent(settings.independent).bucket_routings
     ):
         every = method.cases(loaded.model, settings.probes, settings.keys)
         # The window alone is the same for every router; a setting that is given twice is measured

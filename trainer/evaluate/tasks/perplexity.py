@@ -91,7 +91,7 @@ def compare(
     bits_per_byte = len(texts) * (length - 1) / math.log(2) / num_bytes
     to_row = partial(as_row, task, bits_per_byte_of_nats=bits_per_byte, length=length)
     runs: list[PerplexityRun] = []  # runs of dense attention
-    dense_case, *cases = job.methods.prefill_cases(loaded.model, sparsities)
+    dense_case, *cases = job.compared.prefill_cases(loaded.model, sparsities)
 
     def dense(advance: Callable[[], None], _: EvalRow | None) -> list[EvalRow]:
         prefill(loaded, texts[0])  # warm-up

@@ -26,7 +26,7 @@ def run(job: Job) -> list[EvalRow]:
     """
     loaded, settings = job.loaded, job.cfg.eval.prompts
     prompts, encoded = read_prompts(settings.path), job.prepared["prompts"]
-    tried = job.methods.with_independent(settings.independent).cases(
+    tried = job.compared.with_independent(settings.independent).cases(
         loaded.model, settings.sparsities
     )
     advance = job.bar("prompts", len(tried) * len(prompts))

@@ -96,7 +96,7 @@ def run(job: Job) -> list[EvalRow]:
     The last row of one block selection and of one routing carries the data of the report's
     pictures.
     """
-    loaded, cfg, methods, settings = job.loaded, job.cfg, job.methods, job.cfg.eval.recall
+    loaded, cfg, methods, settings = job.loaded, job.cfg, job.compared, job.cfg.eval.recall
     chunks = job.prepared["recall"]
     routings = methods.with_independent(settings.independent).bucket_routings
     recalls: dict[tuple[Method, Setting], MethodRecall] = {}

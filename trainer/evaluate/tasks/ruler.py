@@ -41,7 +41,7 @@ def run(job: Job) -> list[EvalRow]:
 
 def _at_length(job: Job, hay: ruler.Haystack, length: int) -> list[EvalRow]:
     cfg, settings, loaded = job.cfg, job.cfg.eval.ruler, job.loaded
-    methods = job.methods.with_independent(settings.independent)
+    methods = job.compared.with_independent(settings.independent)
     samples = make_samples(cfg, loaded.tokenizer, hay, length)
     questions = [
         Question(

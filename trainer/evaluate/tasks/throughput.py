@@ -69,7 +69,7 @@ def run(job: Job) -> list[EvalRow]:
     attention and one that is sparse.
     """
     settings, model = job.cfg.eval.throughput, job.loaded.model
-    cases = _cases(model, job.cfg, job.methods)
+    cases = _cases(model, job.cfg, job.compared)
     sizes = list(product(settings.lengths, settings.requests))
     advance = job.bar("throughput", len(cases) * len(sizes))
     rows: list[EvalRow] = []

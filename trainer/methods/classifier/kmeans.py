@@ -15,7 +15,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.buckets import BucketRouter, Router, RouterDetails, layer_index
 from msattn.trainer.models.families import check_shape, num_layers
-from msattn.trainer.models.parallel import HeadShard
+from msattn.trainer.models.parallel import ModelShard
 from msattn.trainer.storage.documents import checked
 
 FEW_KEYS = 64  # keys of a sequence, or of all decoded tokens in a pass over pages
@@ -54,9 +54,10 @@ class KMeans(BucketRouter, artifacts.ArtifactModule):
         kmeans.artifact = artifact
         return kmeans
 
-    def shard(self, part: HeadShard) -> "KMeans":
-        """Returns the partition of a part of the heads, for tensor parallelism."""
-        own = KMeans(part.of(self.centroids, 1), self.layers, self.rope)
+    def shard(self, part: ModelShard) -> "KMeans":
+        """Returns the partition of the layers and heads of a rank."""
+        centroids = part.of(self.centroids[part.rows(self.layers)], 1)
+        own = KMeans(centroids, part.own(self.layers), self.rope)
         own.artifact = self.artifact
         return own
 

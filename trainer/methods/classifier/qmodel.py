@@ -24,7 +24,7 @@ from msattn.trainer.methods.budgets import Budget, KeyShare, Probability
 from msattn.trainer.methods.classifier.kmeans import KMeans, router_details
 from msattn.trainer.models.families import check_shape, num_kv_heads
 from msattn.trainer.models.layer_attention import LayerInputs
-from msattn.trainer.models.parallel import HeadShard
+from msattn.trainer.models.parallel import ModelShard
 
 BATCH_NORM_EPS = 1e-5
 BATCH_NORM_MOMENTUM = 0.1
@@ -120,13 +120,12 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
         )
         return qmodel.requires_grad_(False).eval()
 
-    def shard(self, part: HeadShard) -> "QModel":
-        """Returns the classifiers and the partition of a part of the heads, for tensor
-        parallelism.
-        """
+    def shard(self, part: ModelShard) -> "QModel":
+        """Returns the classifiers and the partition of the layers and heads of a rank."""
         heads, hidden = self.weight_in.shape[1] // part.ranks, self.weight_in.shape[3]
         own = QModel(self.partition.shard(part), heads, hidden, residual=self.residual)
-        own.load_state_dict({name: part.of(x, 1) for name, x in self.state_dict().items()})
+        rows = part.rows(self.layers)
+        own.load_state_dict({name: part.of(x[rows], 1) for name, x in self.state_dict().items()})
         own.artifact, own.thresholds = self.artifact, self.thresholds
         return own.requires_grad_(False).eval()
 

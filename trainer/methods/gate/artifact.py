@@ -12,7 +12,7 @@ from msattn.trainer import artifacts, models
 from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import rope
-from msattn.trainer.models.parallel import HeadShard
+from msattn.trainer.models.parallel import ModelShard
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -104,8 +104,10 @@ class GateArtifact(artifacts.ArtifactModule, Generic[Thresholds]):
         gate.artifact, gate.thresholds = artifact, thresholds
         return gate.requires_grad_(False)
 
-    def _part(self, part: HeadShard, **options: Any) -> Self:
-        """Returns frozen gates of a part of the heads, for tensor parallelism."""
+    def _part(self, part: ModelShard, **options: Any) -> Self:
+        """Returns frozen gates of a part of the heads, for tensor parallelism; ``options`` may
+        leave out layers.
+        """
         heads, kv_heads = (
             number // part.ranks for number in (self.shape.num_heads, self.shape.num_kv_heads)
         )
@@ -115,10 +117,11 @@ class GateArtifact(artifacts.ArtifactModule, Generic[Thresholds]):
             self.inv_freq,
             **options,
         )
+        whole = self.state_dict()
         own.load_state_dict(
             {
-                name: x if name == "inv_freq" else part.of(x, 0)
-                for name, x in self.state_dict().items()
+                name: whole[name] if name == "inv_freq" else part.of(whole[name], 0)
+                for name in own.state_dict()
             }
         )
         own.artifact, own.thresholds = self.artifact, self.thresholds

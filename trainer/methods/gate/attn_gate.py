@@ -27,14 +27,14 @@ from msattn.kernels.types import MaxPoolAttention
 from msattn.trainer import artifacts, models
 from msattn.trainer.config import BlockSizes, GateConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.base import Method
+from msattn.trainer.methods.base import GateScorer, Method
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, RowCandidates, row_span
 from msattn.trainer.methods.gate import scorer_class
 from msattn.trainer.methods.gate.artifact import GateArtifact, Shape
 from msattn.trainer.methods.thresholds import Allocation, BlockThresholds
 from msattn.trainer.models import rope
 from msattn.trainer.models.layer_attention import LayerInputs, block_map
-from msattn.trainer.models.parallel import HeadShard
+from msattn.trainer.models.parallel import ModelShard
 from msattn.trainer.storage.documents import checked
 
 if TYPE_CHECKING:
@@ -289,9 +289,9 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
         """Returns the block scores by these gates that have this name in ``select.scores``."""
         return scorer_class(name)(self)
 
-    def shard(self, part: HeadShard) -> "Gate":
-        """Returns the gates of a part of the heads, for tensor parallelism."""
-        own = self._part(part, layers=self.layer_numbers)
+    def shard(self, part: ModelShard) -> "Gate":
+        """Returns the gates of the layers and heads of a rank."""
+        own = self._part(part, layers=part.own(self.layer_numbers))
         own.always = self.always
         return own
 
@@ -386,7 +386,7 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
 
 
 @dataclass(frozen=True)
-class GateScores:
+class GateScores(GateScorer):
     """Scores blocks by the probabilities of a trained gate.
 
     The last row block often holds a question in which only some tokens look far back, which pooling
@@ -399,7 +399,7 @@ class GateScores:
         "gate", trained=True, style={"color": "#0072B2", "marker": "o"}, other_color="#7B68EE"
     )
     allocation: ClassVar = Allocation(floor=0.5, pooled=True)
-    last_chunk_needs_keys: ClassVar = False  # its scores need every key, not only pooled keys
+    last_chunk_needs_keys: ClassVar = False
     gate: Gate
     last_block: str = "queries"
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from msattn.kernels.best_blocks import block_softmax
-from msattn.trainer.methods.blocks import Candidates, normalize_rows
+from msattn.trainer.methods.blocks import RowCandidates, normalize_rows
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import GateDistiller, Recalls, gate_loss
 from msattn.trainer.methods.gate.maps import BlockMaps
@@ -91,14 +91,15 @@ def decode_gate_recall(
             .round()
             .long()
         )
-        visible, far = (
-            far_blocks(positions, x.num_keys, size, recent) for recent in (0, cfg.recent + size)
+        own, local = (
+            (positions - recent).clamp(min=0)[None, None, :, None] // size
+            for recent in (0, cfg.recent)
         )
-        always = visible & ~far
-        always[..., : -(-cfg.sink // size)] |= visible[..., : -(-cfg.sink // size)]
-        candidates = Candidates(visible, always)
+        candidates = RowCandidates(
+            own.int() + 1, local.int(), -(-cfg.sink // size), -(-x.num_keys // size)
+        )
         true = normalize_rows(largest_in_blocks(x, positions, size, sink=cfg.sink))
-        scores = block_softmax(gate.logits(x, positions), visible)
+        scores = block_softmax(gate.logits(x, positions), candidates.visible)
         # [B, Hkv, group, n, Tc]
         mass = mass_of_blocks(x, positions, size).unflatten(1, (true.shape[1], -1))
         recalls.add(

@@ -29,7 +29,7 @@ from msattn.trainer.methods.gate.attn_gate import AttnGate, check_keys
 from msattn.trainer.methods.key_blocks import BlockRouter, block_products
 from msattn.trainer.models.families import check_shape
 from msattn.trainer.models.layer_attention import LayerInputs
-from msattn.trainer.models.parallel import HeadShard
+from msattn.trainer.models.parallel import ModelShard
 from msattn.trainer.storage.documents import checked
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class DecodeGate(BlockRouter, GateArtifact[KeyThresholds]):
         options = {"num_blocks": details.num_blocks, "finished_at": details.finished_at}
         return cls._restore(artifact, details.gate, details.thresholds, num_gates, **options)
 
-    def shard(self, part: HeadShard) -> "DecodeGate":
+    def shard(self, part: ModelShard) -> "DecodeGate":
         """Returns the gates of a part of the heads, for tensor parallelism."""
         return self._part(part, num_blocks=self.num_buckets, finished_at=self.finished_at)
 

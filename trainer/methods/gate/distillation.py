@@ -21,7 +21,7 @@ from msattn.kernels.best_blocks import block_softmax
 from msattn.trainer.config import GateConfig
 from msattn.trainer.config.policies import TopK
 from msattn.trainer.methods.blocks import (
-    Candidates,
+    RowCandidates,
     candidate_blocks,
     normalize_rows,
     visible_blocks,
@@ -143,7 +143,7 @@ class Recalls:
     def add(
         self,
         scores: Mapping[str, Tensor],
-        candidates: Candidates,
+        candidates: RowCandidates,
         layer: int,
         recall: Callable[[Tensor], Tensor],
         maps: BlockMaps | None,

@@ -16,7 +16,7 @@ from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.key_blocks import BlockRouter
 from msattn.trainer.models.families import head_dim, num_kv_heads
 from msattn.trainer.models.layer_attention import LayerInputs
-from msattn.trainer.models.parallel import HeadShard
+from msattn.trainer.models.parallel import ModelShard
 
 BLOCK_SIZE = 16  # keys
 CHUNK_BYTES = 2**28  # bytes in memory at once for scores of single queries
@@ -99,9 +99,10 @@ class UntrainedRouter(Router):
         """Creates the router for the model of ``config``; ``seed`` is that of random ones."""
         return cls(num_buckets, layers, num_kv_heads(config), head_dim=head_dim(config), seed=seed)
 
-    def shard(self, part: HeadShard) -> Self:
-        """Returns the router of a part of the heads, for tensor parallelism."""
+    def shard(self, part: ModelShard) -> Self:
+        """Returns the router of the layers and heads of a rank."""
         own = copy.copy(self)
+        own.layers = part.own(self.layers)
         own.kv_heads = self.kv_heads // part.ranks
         return own
 

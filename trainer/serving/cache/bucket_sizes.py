@@ -36,6 +36,11 @@ class BucketSizes:
             # int64; -1: the row is not kept
             self._last_slots = torch.full((rows,), -1, device=device)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sizes of all rows."""
+        return self._sizes.nbytes + self._last_slots.nbytes
+
     def begin(self, table: Tensor, kv_len: Tensor) -> Tensor:
         """Begins a pass over one new token of each sequence; returns the numbers of keys that are
         counted, int32 ``[B]``.

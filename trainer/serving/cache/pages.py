@@ -5,6 +5,7 @@ preempted request finds it again. Only when a page is copied must its state be c
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from msattn.trainer.config import GateConfig
 from msattn.trainer.methods.gate.attn_gate import pool_keys
 from msattn.trainer.models.layer_attention import LayerInputs
-from msattn.trainer.models.rope import Rotation
+from msattn.trainer.models.rope import Rotation, keys_before_rope
 from msattn.trainer.serving.cache.bucket_sizes import BucketSizes
 
 
@@ -40,10 +41,11 @@ class PagedState:
 
     ``caches`` holds keys and values by layer: views ``[P, page_size, Hkv, D]``, each with a
     contiguous last dimension. Keys of ``bucket_layers`` get ``buckets``, int16
-    ``[P, page_size, Hkv]``. With a gate of configuration ``gate``, ``gated_layers`` keep ``pooled``
-    keys of whole blocks, fp32 ``[P, page_size / block, Hkv, len(pools) * D]``; ``is_pooled``, bool
-    ``[P, page_size / block]``, is True for the blocks whose pooled keys are there, in every layer.
-    With ``num_buckets``, ``sizes`` counts the keys of each bucket.
+    ``[P, page_size, Hkv]``. With a gate of configuration ``gate``, those of ``gated_layers`` that
+    are in ``caches`` keep ``pooled`` keys of whole blocks, fp32
+    ``[P, page_size / block, Hkv, len(pools) * D]``; ``is_pooled``, bool ``[P, page_size / block]``,
+    is True for the blocks whose pooled keys are there, in every layer. With ``num_buckets``,
+    ``sizes`` counts the keys of each bucket.
     """
 
     def __init__(
@@ -72,10 +74,20 @@ class PagedState:
                 blocks, width = self.page_size // gate.sizes.keys, len(gate.cached_pools) * size
                 of_blocks = (pages, blocks, self.kv_heads, width)
                 self.pooled = {
-                    layer: torch.zeros(of_blocks, device=keys.device) for layer in gated_layers
+                    layer: torch.zeros(of_blocks, device=keys.device)
+                    for layer in gated_layers
+                    if layer in self.caches
                 }
                 self.is_pooled = torch.zeros(pages, blocks, dtype=torch.bool, device=keys.device)
             self.last_pooled = max(self.pooled, default=-1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept beside the caches."""
+        kept = [*self.buckets.values(), *self.pooled.values()]
+        if self.gate is not None:
+            kept.append(self.is_pooled)
+        return sum(x.nbytes for x in kept) + (0 if self.sizes is None else self.sizes.nbytes)
 
     @property
     def block_size(self) -> int:
@@ -130,17 +142,13 @@ class PagedState:
         """
         assert self.gate is not None
         size, pooled = self.block_size, self.pooled[x.layer].flatten(0, 1)
-        tail, rotated, cached = x.k_nope, x.k, prompt.keys - prompt.queries
+        cached, keys = prompt.keys - prompt.queries, x.k
         if prompt.pooled * size < cached:
             older, _ = self.keys(x.layer, prompt.table, prompt.pooled * size, cached)
-            rotated = torch.cat([older, rotated], dim=2)
-            if x.rotates:
-                assert rotation is not None
-                older = rotation.invert(
-                    older, torch.arange(prompt.pooled * size, cached, device=older.device)[None]
-                )
-            tail = torch.cat([older, tail], dim=2)
-        new = pool_keys(self.gate.cached_pools, tail, rotated, block_size=size)
+            keys = torch.cat([older, keys], dim=2)
+        positions = torch.arange(cached, prompt.keys, device=keys.device)[None]
+        tail = keys_before_rope(replace(x, k=keys, positions=positions), 0, rotation)
+        new = pool_keys(self.gate.cached_pools, tail, keys, block_size=size)
         known, added = prompt.blocks[: prompt.pooled], prompt.blocks[prompt.pooled :]
         pooled[added] = new[0, :, : len(added)].transpose(0, 1)
         return torch.cat([pooled[known].transpose(0, 1)[None], new], dim=2)

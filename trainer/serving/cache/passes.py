@@ -60,7 +60,7 @@ class PagedPass:
     state: PagedState
     pages: Tensor  # int64 [T], where the key of each token goes, with the offsets
     offsets: Tensor
-    decoded: Sequences | None  # sequences with one new token
+    decoded: Sequences | None  # sequences with one new token; one with drafts is several of them
     prompts: list[Prompts]  # the others, in groups
 
     @classmethod
@@ -95,13 +95,15 @@ class PagedPass:
         kv_len: Tensor,
         is_sparse: Callable[[PromptChunk], bool],
         answered: Tensor | None = None,
+        continued: Tensor | None = None,
     ) -> "PagedPass":
         """Returns a pass over any number of tokens of each sequence, whose pages are in
         ``table [B, pages]``.
 
         ``cu_queries [B + 1]`` are the first tokens of the sequences, ``kv_len [B]`` their numbers
         of keys, ``answered`` the tokens after which new ones follow; without it, every chunk counts
-        as the last one of its prompt.
+        as the last one of its prompt. In sequences that are ``continued``, bool ``[B]``, each of
+        several tokens is read as a new one, which sees those before it: drafts.
         """
         known = state.leading_pooled(table) if state.pooled else torch.zeros_like(kv_len)
         ends = (
@@ -109,23 +111,24 @@ class PagedPass:
             if answered is None
             else torch.isin(cu_queries[1:] - 1, answered)
         )
+        queries = cu_queries.diff()
+        new = queries == 1 if continued is None else (queries == 1) | continued
         numbers = torch.stack(
-            [each.long() for each in (cu_queries[:-1], cu_queries.diff(), kv_len, known, ends)]
+            [each.long() for each in (cu_queries[:-1], queries, kv_len, known, ends, new)]
         ).T
         prompts, decoded = [], list[tuple[int, int, int]]()
         # waits for the device
-        for row, (first, queries, keys, pooled, last) in enumerate(numbers.tolist()):
-            if queries == 1:
-                decoded.append((row, first, keys))
-            elif queries:  # others are padding
-                prompts.append(
-                    (row, _prompt(state, table[row], first, queries, keys, pooled, last))
-                )
+        for row, (first, number, keys, pooled, last, is_new) in enumerate(numbers.tolist()):
+            if is_new:
+                before = keys - number + 1
+                decoded += [(row, first + each, before + each) for each in range(number)]
+            elif number:  # others are padding
+                prompts.append((row, _prompt(state, table[row], first, number, keys, pooled, last)))
         return cls(
             state,
             pages,
             offsets,
-            _decoded(decoded, table, kv_len),
+            _decoded(decoded, table),
             _groups(prompts, kv_len, is_sparse),
         )
 
@@ -198,13 +201,12 @@ def _tokens(items: list[PromptChunk], device: torch.device) -> Rows:
     return torch.cat([torch.arange(item.first, item.tokens.stop) for item in items]).to(device)
 
 
-def _decoded(rows: list[tuple[int, int, int]], table: Tensor, kv_len: Tensor) -> Sequences | None:
-    """Returns the sequences with one new token, by row, token and number of keys; None if there are
-    none.
+def _decoded(rows: list[tuple[int, int, int]], table: Tensor) -> Sequences | None:
+    """Returns the new tokens, by row, token and number of keys, as sequences with one each; None if
+    there are none.
     """
     if not rows:
         return None
     numbers, tokens, keys = map(list, zip(*rows, strict=True))
-    return Sequences(
-        torch.tensor(tokens, device=table.device), table[numbers], kv_len[numbers], max(keys)
-    )
+    kv_len = torch.tensor(keys, dtype=torch.int32, device=table.device)
+    return Sequences(torch.tensor(tokens, device=table.device), table[numbers], kv_len, max(keys))

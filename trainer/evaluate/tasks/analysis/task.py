@@ -48,7 +48,7 @@ def run(job: Job) -> list[EvalRow]:
         job.cfg.eval.analysis,
         job.loaded.model.config,
     )
-    methods = partitions.with_k_means(job.methods)
+    methods = partitions.with_k_means(job.compared)
     layers = chosen_layers(settings.layers, models.served_layers(config))
     heads = sorted(set(settings.heads or range(models.num_kv_heads(config))))
     keys = partitions.training_keys(job, methods, layers)

@@ -1,14 +1,11 @@
-"""Attention over the pages of vLLM: the backend, the description of a pass, and the layers.
+"""Attention over the pages of vLLM: the backend, its builder, and the layers."""
 
-vLLM hands over queries and keys after RoPE, which the positions invert. The state of the pages
-belongs to slots, so shared prefixes and preempted requests need nothing here.
-"""
-
-from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -20,13 +17,18 @@ from vllm.v1.attention.backend import (
 )
 
 from msattn.trainer.models.families import attention_layers
-from msattn.trainer.models.layer_attention import LayerInputs
-from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.cache.pages import PagedState
-from msattn.trainer.serving.cache.passes import PagedPass
-from msattn.trainer.serving.engines.vllm.engine import PAGE_SIZES, check_layer, sparse_of
+from msattn.trainer.serving.engines.vllm.engine import (
+    PAGE_SIZES,
+    check_drafts,
+    check_layer,
+    drafts_of,
+    sparse_of_layers,
+    state_options,
+)
+from msattn.trainer.serving.engines.vllm.memory import account
+from msattn.trainer.serving.engines.vllm.passes import Metadata, cache_views
 from msattn.trainer.serving.engines.vllm.plugin import backend_name
-from msattn.trainer.serving.paged import PagedAttention
 from msattn.trainer.serving.sparse import Sparse
 
 
@@ -63,80 +65,6 @@ class Backend(AttentionBackend):
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
 
-@dataclass
-class Metadata:
-    """A forward pass, which all layers share.
-
-    Its first layer describes it, from vLLM's tensors: they have fixed addresses, so a CUDA graph of
-    a pass, which is replayed for later ones, describes each of them.
-    """
-
-    attention: PagedAttention
-    state: PagedState
-    given: CommonAttentionMetadata  # maybe with requests and tokens of padding
-    rotation: Rotation
-    rotates: list[bool]  # whether each layer has RoPE
-    dtype: torch.dtype  # dtype of the model
-    current: PagedPass = field(init=False)
-    positions: Tensor = field(init=False)  # int64 [1, T]
-    cos: Tensor = field(init=False)  # [1, T, r]
-    sin: Tensor = field(init=False)
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens; vLLM's tensors may be padded to more."""
-        return self.given.num_actual_tokens
-
-    def inputs(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
-    ) -> LayerInputs:
-        """Returns the inputs of a layer from its queries, keys and values ``[T, H, D]`` after
-        RoPE.
-        """
-        if layer == min(self.state.caches):
-            self._begin()
-        q, k, v = (x[: self.tokens].transpose(0, 1)[None] for x in (q, k, v))
-        cos, sin, q_nope, k_nope = self.cos, self.sin, q, k
-        if self.rotates[layer]:
-            q_nope, k_nope = (self.rotation.undo(x, cos, sin) for x in (q, k))
-        else:
-            cos, sin = cos[..., :0], sin[..., :0]
-        return LayerInputs(
-            layer,
-            q,
-            k,
-            v,
-            q_nope,
-            k_nope,
-            cos,
-            sin,
-            scale,
-            None,
-            self.current,
-            positions=self.positions,
-            softcap=softcap,
-        )
-
-    def _begin(self) -> None:
-        given, state, kv_len = self.given, self.state, self.given.seq_lens
-        # padding is -1; page 0 belongs to no request
-        slots = given.slot_mapping[: self.tokens].long().clamp(min=0)
-        places = slots // state.page_size, slots % state.page_size
-        table = given.block_table_tensor[:, : -(-given.max_seq_len // state.page_size)]
-        if given.max_query_len == 1 and self.tokens == len(kv_len):
-            self.current = self.attention.begin_new_tokens(
-                state, *places, table, kv_len, given.max_seq_len
-            )
-            positions = (kv_len.long() - 1).clamp(min=0)
-        else:
-            self.current = self.attention.begin_tables(
-                state, *places, table, given.query_start_loc, kv_len
-            )
-            positions = _positions(given.query_start_loc, kv_len, self.tokens)
-        self.positions = positions[None]
-        self.cos, self.sin = self.rotation.angles(self.positions, self.dtype)
-
-
 class Builder(AttentionMetadataBuilder[Metadata]):
     """Describes passes, and holds the artifacts and the state of the pages."""
 
@@ -147,7 +75,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.config = vllm_config.model_config.hf_text_config
-        self.sparse = sparse_of(vllm_config, device)
+        self.sparse = sparse_of_layers(vllm_config, layer_names, device)
         self.rotates = [layer.rotates for layer in attention_layers(self.config)]
         self._state: PagedState | None = None
 
@@ -162,7 +90,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         return Metadata(
             self.sparse.paged, self.state(), common_attn_metadata, self.sparse.rotation,
             self.rotates,
-            self.vllm_config.model_config.dtype,
+            self.vllm_config.model_config.dtype, drafts_of(self.vllm_config),
         )  # fmt: skip
 
     def build_for_cudagraph_capture(
@@ -189,13 +117,10 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         if self._state is None:
             layers = self.vllm_config.compilation_config.static_forward_context
             caches = {
-                extract_layer_index(name): _views(layers[name].kv_cache)
+                extract_layer_index(name): cache_views(layers[name].kv_cache)
                 for name in self.layer_names
             }
-            requests = self.vllm_config.scheduler_config.max_num_seqs
-            self._state = PagedState(
-                caches, **self.sparse.paged.state_options(self.config, requests)
-            )
+            self._state = PagedState(caches, **state_options(self.vllm_config, self.sparse))
             self.sparse.paged.create_counters(self._state)
         return self._state
 
@@ -239,6 +164,10 @@ class Impl(AttentionImpl[Metadata]):
             logits_soft_cap or None,
             kv_cache_dtype,
         )
+        self.sparse: Sparse | None = None
+        config = get_current_vllm_config()
+        check_drafts(config)
+        account(config, Impl)
 
     def forward(
         self,
@@ -280,34 +209,17 @@ def stats(worker: Any) -> dict[str, Any]:
     """Returns what :meth:`msattn.trainer.serving.sparse.Sparse.stats` does, for
     ``llm.collective_rpc(stats)``.
     """
-    return dict(_sparse(worker).stats())  # a type that vLLM's processes can exchange
+    return dict(_sparse_of_worker(worker).stats())  # a type that vLLM's processes can exchange
 
 
 def clear_stats(worker: Any) -> None:
     """Forgets what was counted, such as the passes with which vLLM warms up, for
     ``llm.collective_rpc(clear_stats)``.
     """
-    _sparse(worker).statistics.clear()
+    _sparse_of_worker(worker).statistics.clear()
 
 
-def _sparse(worker: Any) -> Sparse:
-    (groups,) = worker.model_runner.attn_groups
-    return groups[0].get_metadata_builder().sparse
-
-
-def _views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the keys and values ``[P, page_size, Hkv, D]`` of vLLM's
-    ``[P, Hkv, page_size, 2 D]``.
-    """
-    keys, values = kv_cache.transpose(1, 2).chunk(2, dim=-1)
-    return keys, values
-
-
-def _positions(cu_queries: Tensor, kv_len: Tensor, tokens: int) -> Tensor:
-    """Returns the position of each token in its sequence, int64 ``[tokens]``."""
-    queries = cu_queries.diff()
-    # position of a sequence's first token, less its place in the pass
-    before = (kv_len - queries - cu_queries[:-1]).long()
-    return torch.arange(tokens, device=kv_len.device) + before.repeat_interleave(
-        queries, output_size=tokens
-    )
+def _sparse_of_worker(worker: Any) -> Sparse:
+    groups = chain.from_iterable(worker.model_runner.attn_groups)
+    (own,) = (group for group in groups if group.backend is Backend)  # a draft model has another
+    return own.get_metadata_builder().sparse

@@ -2,7 +2,8 @@
 engine can serve it.
 """
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from torch import nn
 
 from msattn.trainer.config.values import require
-from msattn.trainer.errors import UserError
+from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.models.families import check_supported, num_kv_heads
 from msattn.trainer.models.identity import config_fingerprint
-from msattn.trainer.models.parallel import HeadShard
+from msattn.trainer.models.parallel import ModelShard
 from msattn.trainer.serving.build import ModelInfo, build_sparse
 from msattn.trainer.serving.engines.generate_batch import check_page_size, check_paged
 from msattn.trainer.serving.implementation import configured_options
@@ -21,12 +22,13 @@ from msattn.trainer.serving.options import AttachOptions, artifact_options
 from msattn.trainer.serving.sparse import Sparse
 
 SECTION = "msattn"  # key in additional_config
+DRAFTS = ("ngram", "draft_model")  # methods of speculative decoding
 PAGE_SIZES = (64, 128, 256)  # whole blocks of gates, and what the kernels take
 
 
-def sparse_of(config: Any, device: torch.device) -> Sparse:
-    """Builds the sparse attention of an engine, whose :func:`options_of` are parameters of
-    ``msattn.attach``.
+def sparse_of(config: Any, device: torch.device, layers: Iterable[int]) -> Sparse:
+    """Builds the sparse attention of the ``layers`` of an engine's rank; :func:`options_of` are
+    parameters of ``msattn.attach``.
 
     Raises UserError if the engine, the model, an option or an artifact is not supported, or an
     artifact is for another model.
@@ -36,7 +38,7 @@ def sparse_of(config: Any, device: torch.device) -> Sparse:
     check_supported(model)
     functions = (
         partial(config_fingerprint, model),
-        partial(_shard, config),
+        partial(_shard, config, frozenset(layers)),
         partial(_to_device, device),
     )
     sparse = build_sparse(
@@ -48,6 +50,21 @@ def sparse_of(config: Any, device: torch.device) -> Sparse:
             "vLLM: it hands over keys after RoPE, and dynamic and longrope RoPE cannot be inverted"
         )
     check_page_size(config.cache_config.block_size, sparse, "block_size")
+    check_transfer(config.kv_transfer_config, sparse)
+    return sparse
+
+
+def sparse_of_layers(config: Any, names: Collection[str], device: torch.device) -> Sparse:
+    """Returns the sparse attention of a rank's layers, which is built once: before their memory is
+    counted, or with their builder.
+    """
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    layers = config.compilation_config.static_forward_context
+    impls = [layers[name].impl for name in names]
+    sparse = impls[0].sparse or sparse_of(config, device, map(extract_layer_index, names))
+    for impl in impls:
+        impl.sparse = sparse
     return sparse
 
 
@@ -71,39 +88,95 @@ def check_engine(config: Any) -> None:
         cache.block_size,
         f"expected {', '.join(map(str, PAGE_SIZES))}",
     )
+    method = getattr(config.speculative_config, "method", None)
+    require(
+        method in (None, *DRAFTS),
+        "speculative_config.method",
+        method,
+        f"msattn verifies the drafts of {' and '.join(DRAFTS)}",
+    )
+    contexts = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
     refused = {
-        "speculative decoding": config.speculative_config is not None,
-        # pages would come without their buckets
-        "KV transfer": config.kv_transfer_config is not None,
-        "LoRA": config.lora_config is not None,
-        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "context parallelism": parallel.decode_context_parallel_size > 1
-        or parallel.prefill_context_parallel_size > 1,
-        "microbatching": parallel.use_ubatching,
-        "multi-head latent attention": config.model_config.use_mla,
-        # brings back the model's weights alone
-        "sleep mode": config.model_config.enable_sleep_mode,
+        "decode_context_parallel_size, prefill_context_parallel_size": (
+            max(contexts) > 1,
+            "use tensor_parallel_size or pipeline_parallel_size",
+        ),
+        "enable_dbo, ubatch_size": (parallel.use_ubatching, "leave them out"),
+        # it brings back the model's weights alone
+        "enable_sleep_mode": (
+            config.model_config.enable_sleep_mode,
+            "leave it out, and stop the engine instead",
+        ),
+        "multi-head latent attention": (config.model_config.use_mla, "use another backend"),
     }
-    for name, is_used in refused.items():
+    for name, (is_used, instead) in refused.items():
         if is_used:
-            raise UserError(
-                f"vLLM: {name} is not supported by msattn; turn it off, or use another backend"
-            )
+            raise UserError(f"vLLM: {name}: not supported by msattn; {instead}")
+    if config.lora_config is not None:
+        warnings.warn(
+            "enable_lora: gates and classifiers were trained without adapters; those that change "
+            "attention (q_proj, k_proj) may make them select worse",
+            ModelWarning,
+            stacklevel=2,
+        )
+
+
+def check_transfer(transfer: Any, sparse: Sparse) -> None:
+    """Raises UserError for an engine that receives pages whose state it would not have."""
+    keeps_state = sparse.dispatch.gate is not None or sparse.dispatch.routed is not None
+    if transfer is not None:
+        require(
+            not (transfer.is_kv_consumer and keeps_state),
+            "kv_transfer_config.kv_role",
+            transfer.kv_role,
+            "pages would come without the pooled keys and buckets of gates and classifiers; "
+            "expected kv_producer, or here vLLM's own attention",
+        )
+
+
+def check_drafts(config: Any) -> None:
+    """Raises UserError if a layer of this configuration is one of a draft model, for which no
+    artifact is made.
+    """
+    drafts = config.speculative_config
+    # drafts of n-grams have the model's own configuration
+    has_model = drafts is not None and drafts.method == "draft_model"
+    if has_model and config.model_config is drafts.draft_model_config:
+        raise UserError(
+            "speculative_config: msattn serves the model, not the draft model; give "
+            '"attention_backend" one of vLLM\'s own in it'
+        )
+
+
+def drafts_of(config: Any) -> int:
+    """Returns the most drafts that a request of an engine has in a pass."""
+    return getattr(config.speculative_config, "num_speculative_tokens", None) or 0
+
+
+def state_options(config: Any, sparse: Sparse) -> dict[str, Any]:
+    """Returns the arguments of a state that say what an engine keeps."""
+    return sparse.paged.state_options(
+        config.model_config.hf_text_config,
+        config.scheduler_config.max_num_seqs,
+        drafts_of(config),
+    )
 
 
 def check_layer(**given: Any) -> None:
     """Raises UserError for what is ``given``: parts of a layer's attention that the kernels do not
     compute.
     """
+    instead = {"kv_cache_dtype": "msattn reads auto, float16 and bfloat16"}
     for name, value in given.items():
         if value is not None:
             raise UserError(
-                f"vLLM: {name}={value!s:.40} is not supported by msattn; use another backend"
+                f"vLLM: {name}={value!s:.40} is not supported by msattn; "
+                f"{instead.get(name, 'use another backend')}"
             )
 
 
-def _shard(config: Any) -> HeadShard:
-    """Returns the heads of this rank."""
+def _shard(config: Any, layers: frozenset[int]) -> ModelShard:
+    """Returns what this rank computes: its heads of its ``layers``."""
     from vllm.distributed import (
         get_tensor_model_parallel_rank,
         get_tensor_model_parallel_world_size,
@@ -119,7 +192,8 @@ def _shard(config: Any) -> HeadShard:
         ranks,
         f"expected a divisor of the {heads} key/value heads",
     )
-    return HeadShard(get_tensor_model_parallel_rank(), ranks)
+    in_stages = config.parallel_config.pipeline_parallel_size > 1
+    return ModelShard(get_tensor_model_parallel_rank(), ranks, layers if in_stages else None)
 
 
 def _to_device(device: torch.device, *modules: nn.Module | None) -> torch.device:

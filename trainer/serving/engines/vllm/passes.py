@@ -1,0 +1,125 @@
+"""The description of a pass over the pages of vLLM, and of its layers' inputs.
+
+vLLM hands over queries and keys after RoPE, which the positions invert. The state of the pages
+belongs to slots, so shared prefixes and preempted requests need nothing here.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from msattn.trainer.models.layer_attention import LayerInputs
+from msattn.trainer.models.rope import Rotation
+from msattn.trainer.serving.cache.pages import PagedState
+from msattn.trainer.serving.cache.passes import PagedPass
+from msattn.trainer.serving.paged import PagedAttention
+
+
+@dataclass
+class Metadata:
+    """A forward pass, which all layers share.
+
+    Its first layer describes it, from vLLM's tensors: they have fixed addresses, so a CUDA graph of
+    a pass, which is replayed for later ones, describes each of them.
+    """
+
+    attention: PagedAttention
+    state: PagedState
+    given: CommonAttentionMetadata  # maybe with requests and tokens of padding
+    rotation: Rotation
+    rotates: list[bool]  # whether each layer has RoPE
+    dtype: torch.dtype  # dtype of the model
+    drafts: int = 0  # the most that a request has after its new token
+    current: PagedPass = field(init=False)
+    positions: Tensor = field(init=False)  # int64 [1, T]
+    cos: Tensor = field(init=False)  # [1, T, r]
+    sin: Tensor = field(init=False)
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens; vLLM's tensors may be padded to more."""
+        return self.given.num_actual_tokens
+
+    def inputs(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
+    ) -> LayerInputs:
+        """Returns the inputs of a layer from its queries, keys and values ``[T, H, D]`` after
+        RoPE.
+        """
+        if layer == min(self.state.caches):
+            self._begin()
+        q, k, v = (x[: self.tokens].transpose(0, 1)[None] for x in (q, k, v))
+        cos, sin, q_nope, k_nope = self.cos, self.sin, q, k
+        if self.rotates[layer]:
+            q_nope, k_nope = (self.rotation.undo(x, cos, sin) for x in (q, k))
+        else:
+            cos, sin = cos[..., :0], sin[..., :0]
+        return LayerInputs(
+            layer,
+            q,
+            k,
+            v,
+            q_nope,
+            k_nope,
+            cos,
+            sin,
+            scale,
+            None,
+            self.current,
+            positions=self.positions,
+            softcap=softcap,
+        )
+
+    def _begin(self) -> None:
+        given, state, kv_len = self.given, self.state, self.given.seq_lens
+        # padding is -1; page 0 belongs to no request
+        slots = given.slot_mapping[: self.tokens].long().clamp(min=0)
+        places = slots // state.page_size, slots % state.page_size
+        table = given.block_table_tensor[:, : -(-given.max_seq_len // state.page_size)]
+        if given.max_query_len == 1 and self.tokens == len(kv_len):
+            self.current = self.attention.begin_new_tokens(
+                state, *places, table, kv_len, given.max_seq_len
+            )
+            positions = (kv_len.long() - 1).clamp(min=0)
+        else:
+            self.current = self.attention.begin_tables(
+                state,
+                *places,
+                table,
+                given.query_start_loc,
+                kv_len,
+                continued=self._continued(),
+            )
+            positions = _positions(given.query_start_loc, kv_len, self.tokens)
+        self.positions = positions[None]
+        self.cos, self.sin = self.rotation.angles(self.positions, self.dtype)
+
+    def _continued(self) -> Tensor | None:
+        """Returns the requests whose tokens may be drafts, bool ``[B]``: no short chunks of
+        prompts, where vLLM tells these apart.
+        """
+        if not self.drafts:
+            return None
+        queries, prefilling = self.given.query_start_loc.diff(), self.given.is_prefilling
+        continued = (queries <= 1 + self.drafts) & (queries < self.given.seq_lens)
+        return continued if prefilling is None else continued & ~prefilling.to(continued.device)
+
+
+def cache_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the keys and values ``[P, page_size, Hkv, D]`` of vLLM's
+    ``[P, Hkv, page_size, 2 D]``.
+    """
+    keys, values = kv_cache.transpose(1, 2).chunk(2, dim=-1)
+    return keys, values
+
+
+def _positions(cu_queries: Tensor, kv_len: Tensor, tokens: int) -> Tensor:
+    """Returns the position of each token in its sequence, int64 ``[tokens]``."""
+    queries = cu_queries.diff()
+    # position of a sequence's first token, less its place in the pass
+    before = (kv_len - queries - cu_queries[:-1]).long()
+    return torch.arange(tokens, device=kv_len.device) + before.repeat_interleave(
+        queries, output_size=tokens
+    )
