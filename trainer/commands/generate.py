@@ -50,8 +50,8 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, 
     _print_figures(results, ids.shape[1], console)
     if loaded.model.device.type == "cpu":
         console.print(
-            "A CPU runs PyTorch instead of the kernels: sparse attention saves time in long prompts "
-            "at 80 % sparsity and more, but not for new tokens."
+            "A CPU runs PyTorch instead of the kernels: sparse attention saves time in long "
+            "prompts at 80 % sparsity and more, but not for new tokens."
         )
     with tracked(cfg, "generate", served, after_work=True) as tracker:
         if tracker is not None:
