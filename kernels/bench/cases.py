@@ -101,7 +101,9 @@ def forms_of(module: ModuleType, name: str, **options: Any) -> Forms:
     """Returns the forms of the operation ``name`` of a module, all with the same options; a
     reference may be the eager form.
     """
-    exact = getattr(import_module(OPERATIONS[name].reference), name)
+    # a further function of an operation's module has its reference beside the operation's
+    operation = name if name in OPERATIONS else module.__name__.rpartition(".")[2]
+    exact = getattr(import_module(OPERATIONS[operation].reference), name)
     return Forms(
         *(
             partial(form, **options)

@@ -212,7 +212,10 @@ def test_a_gate_of_ones_own_model_and_text(here: Path, msattn: Run) -> None:
     code, _, err = msattn(
         "generate", "--model", "q3", "name=none", "--prompt", "Note", "device=cpu"
     )
-    assert (code, "msattn train-gate --model q3 name=none, or add select=quest" in err) == (
+    assert (
+        code,
+        "msattn train-gate --model q3 --data FILE name=none, or add select=quest" in err,
+    ) == (
         2,
         True,
     ), err
