@@ -96,7 +96,8 @@ def check_agrees_with_fp64(case: str, dtype: torch.dtype, backend: Backend, devi
     )
     v = rows["visible"].sum(-1, keepdim=True).double()
     edge = (1 - LIMIT["above"] / v).clamp(min=0) ** LIMIT["edge_exponent"]
-    near = (scores / (LIMIT["threshold"] * v ** LIMIT["exponent"] * edge) - 1).abs() < 1e-3
+    threshold = LIMIT["threshold"] * v ** LIMIT["exponent"] * edge
+    near = (scores / threshold - 1).abs() < 1e-4  # scores agree as closely, see test_gate_scores
     assert torch.equal(got | near, wanted | near)
     assert near.sum() < 0.01 * near.numel()
 
