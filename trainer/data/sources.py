@@ -245,9 +245,9 @@ def _parquet_rows(content: bytearray, column: str, where: str) -> Iterator[str]:
     try:
         schema = pyarrow.parquet.read_schema(pyarrow.BufferReader(content))
         if schema.names.count(column) != 1:
-            matches = "several columns of this name" if column in schema.names else "no such column"
+            fault = "several columns of this name" if column in schema.names else "no such column"
             raise UserError(
-                f"data.column={column}: {where} has {matches} (it has: {', '.join(schema.names)})"
+                f"data.column={column}: {where} has {fault} (it has: {', '.join(schema.names)})"
             )
         stored = schema.field(column).type
         kind = stored.value_type if types.is_dictionary(stored) else stored
