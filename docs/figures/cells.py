@@ -21,17 +21,20 @@ class Cell:
     """A column of a table, or a number: the row of a file with ``where``, written as ``form``.
 
     A form ends in ``%`` for shares, which are written in percent. Three names of ``numbers`` are a
-    number and its interval.
+    number and its interval. ``file`` is another file than the table's.
     """
 
-    def __init__(self, head: str, form: str, *numbers: str, **where: str) -> None:
-        self.head, self.form, self.numbers, self.where = head, form, numbers, where
+    def __init__(
+        self, head: str, form: str, *numbers: str, file: str | None = None, **where: str
+    ) -> None:
+        self.head, self.form, self.numbers, self.file = head, form, numbers, file
+        self.where = where
 
     def write(self, file: str, where: Where) -> str:
         """Returns the cell, empty without a row. Raises LookupError if rows differ in more than
         their seed.
         """
-        where = {**where, **self.where}
+        file, where = self.file or file, {**where, **self.where}
         matching = [
             row for row in rows(file) if all(row[key] == value for key, value in where.items())
         ]

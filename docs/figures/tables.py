@@ -81,28 +81,26 @@ COMPARED = {title: {"method": method} for method, title in COMPARED_TITLES.items
 SHORT, LONG = ({"task": "perplexity", "length": length} for length in ("8192", "32768"))
 
 
-def at_equal_reading(share: str, sparsity: str, *, short: bool = False) -> Table:
+QWEN = {"model": "qwen25_coder_05b"}
+
+
+def at_equal_reading(share: str, sparsity: str) -> Table:
     """Returns the table of Qwen2.5-Coder-0.5B: what selections that read the same share lose, and
-    what they take; a ``short`` one of 32,768 tokens alone.
+    what they take.
     """
     columns = []
-    for length in ("32768",) if short else ("8192", "32768"):
+    for length in ("8192", "32768"):
         where = {"task": "perplexity", "length": length, "setting": f"{share} % of keys"}
         columns += [
             Cell(f"KL, {int(length):,} tokens", ".3f", "kl_divergence", **where),
             Cell("perplexity over dense", ".3f", "ratio_to_dense", **where),
         ]
     timed = {"task": "latency", "length": "32768", "setting": f"sparsity {sparsity}"}
-    speedup = Cell("speedup over cuDNN (x)", ".2f", "times_cuDNN", **timed)
-    columns += (
-        [speedup]
-        if short
-        else [
-            Cell("first token, 32,768 tokens (s)", ".3f", "score", **timed),
-            speedup,
-            Cell("read there (%)", ".1%", "selectivity", **timed),
-        ]
-    )
+    columns += [
+        Cell("first token, 32,768 tokens (s)", ".3f", "score", **timed),
+        Cell("speedup over cuDNN (x)", ".2f", "times_cuDNN", **timed),
+        Cell("read there (%)", ".1%", "selectivity", **timed),
+    ]
     lines = {
         COMPARED_TITLES[method]: {"method": method}
         for method in (
@@ -119,6 +117,25 @@ def at_equal_reading(share: str, sparsity: str, *, short: bool = False) -> Table
     return Table("qwen", f"blocks chosen by, {share} % of the keys read", lines, columns)
 
 
+def answers_and_speed() -> Table:
+    """Returns the table of the first page: Qwen2.5-Coder-0.5B, 20 % of the keys read."""
+    where = QWEN | {"text": "B", "blocks": "64 x 64", "setting": "20 % of keys"}
+    columns = [
+        Cell(head, form, number, task=task, length=length, **where)
+        for head, form, number, task, length in (
+            ("RULER, 8,192 tokens (%)", ".1%", "score", "ruler", "8192"),
+            ("RULER, 32,768 tokens (%)", ".1%", "score", "ruler", "32768"),
+            ("KL, 32,768 tokens", ".3f", "kl_divergence", "perplexity", "32768"),
+            ("perplexity over dense", ".3f", "ratio_to_dense", "perplexity", "32768"),
+        )
+    ]
+    timed = {"task": "latency", "length": "32768", "setting": "sparsity 0.8"}
+    columns.append(Cell("speedup over cuDNN (x)", ".2f", "times_cuDNN", file="qwen", **timed))
+    methods = ("gate_question", "gate", "minference", "mean_pool", "xattention")
+    lines = {COMPARED_TITLES[method]: {"method": method} for method in methods}
+    return Table("blocks", "blocks chosen by, 20 % of the keys read", lines, columns)
+
+
 def at_share(task: str, length: str, head: str, form: str, *numbers: str) -> list[Cell]:
     """Returns a column for each share of the keys that is read; the first names the task."""
     where, shares = {"task": task, "length": length}, ("20", "10")
@@ -130,7 +147,7 @@ def at_share(task: str, length: str, head: str, form: str, *numbers: str) -> lis
 
 
 SELECTIONS = {  # of blocks, on the text on which answers were measured, too
-    f"{blocks}|{COMPARED_TITLES[method]}": {"text": "B", "blocks": blocks, "method": method}
+    f"{blocks}|{COMPARED_TITLES[method]}": QWEN | {"text": "B", "blocks": blocks, "method": method}
     for blocks in ("64 x 64", "64 x 16")
     for method in ("gate_question", "gate", "mean_pool", "xattention", "minference")
     if (blocks, method) != ("64 x 16", "minference")
@@ -159,7 +176,7 @@ TABLES = {
         ],
     ),
     "qwen-20": at_equal_reading("20", "0.8"),
-    "qwen-20-short": at_equal_reading("20", "0.8", short=True),
+    "qwen-first-page": answers_and_speed(),
     "qwen-10": at_equal_reading("10", "0.9"),
     "qwen-seeds": Table(
         "qwen",
@@ -187,6 +204,49 @@ TABLES = {
             for seed in ("0", "1", "2")
         ],
         task="perplexity",
+    ),
+    "long-code": Table(
+        "long_code",
+        "blocks chosen by",
+        {
+            COMPARED_TITLES[method]: {"method": method}
+            for method in ("gate_question", "mean_pool", "xattention", "minference")
+        },
+        [
+            Cell(
+                f"{share} %" if place else f"{head}, {share} % read",
+                form,
+                number,
+                setting=f"{share} % of keys",
+            )
+            for head, form, number in (
+                ("likelihood over dense", ".3f", "ratio_to_dense"),
+                ("lines (%)", ".1%", "lines"),
+            )
+            for place, share in enumerate(("20", "10"))
+        ],
+    ),
+    "smollm2-equal": Table(
+        "blocks",
+        "blocks chosen by",
+        {
+            COMPARED_TITLES[method]: {"model": "smollm2", "blocks": "64 x 64", "method": method}
+            for method in (
+                "gate_question",
+                "gate",
+                "mean_pool",
+                "vertical_slash",
+                "minference",
+                "flexprefill",
+                "xattention",
+            )
+        },
+        [
+            *at_share("perplexity", "8192", "KL", ".3f", "kl_divergence"),
+            *at_share("perplexity", "8192", "perplexity over dense", ".3f", "ratio_to_dense"),
+            *at_share("ruler", "8192", "RULER (%)", ".1%", "score"),
+            *at_share("leval", "8192", "L-Eval over dense", ".3f", "ratio_to_dense"),
+        ],
     ),
     "first-token": Table(
         "speed",
@@ -240,37 +300,6 @@ TABLES = {
             ),
             Cell("keys read (%)", ".1%", "selectivity", setting="32 probes"),
         ],
-    ),
-    "smollm2-perplexity": Table(
-        "comparison",
-        "blocks chosen by",
-        COMPARED,
-        [
-            *by_sparsity(".4f", "ratio_to_dense", sparsities=SPARSITIES[:3]),
-            Cell("KL at 80 %", ".3f", "kl_divergence", setting="sparsity 0.8"),
-            Cell("same top token at 80 % (%)", ".1%", "same_top", setting="sparsity 0.8"),
-            Cell("read at 80 % (%)", ".1%", "selectivity", setting="sparsity 0.8"),
-        ],
-        model="smollm2",
-        task="perplexity",
-        length="8192",
-    ),
-    "smollm2-blocks": Table(
-        "comparison",
-        "blocks chosen by",
-        COMPARED,
-        [
-            *by_sparsity(
-                ".1%", "score", head="4,096 tokens, {} (%)", sparsities=AT_80_AND_90, length="4096"
-            ),
-            *by_sparsity(
-                ".1%", "score", head="8,192 tokens, {} (%)", sparsities=AT_80_AND_90, length="8192"
-            ),
-            *by_sparsity(
-                ".1%", "selectivity", head="read at {} (%)", sparsities=AT_80_AND_90, length="8192"
-            ),
-        ],
-        **SMOLLM2,
     ),
     "gemma3_270m-blocks": Table(
         "comparison",
@@ -334,6 +363,27 @@ TABLES = {
         ],
         length="4096",
         **SMOLLM2,
+    ),
+    "qwen-keys": Table(
+        "public",
+        "keys chosen by|asked for",
+        {
+            f"{title}|{share} %": {"method": method, "setting": f"about {share} % of keys"}
+            for title, method in (
+                ("classifier", "classifier"),
+                ("k-means", "k-means"),
+                ("clusters of own keys", "key clusters"),
+                ("Quest pages", "Quest pages"),
+                ("Twilight", "Twilight"),
+            )
+            for share in ("5", "10")
+        },
+        [
+            Cell("RULER (%)", ".1%", *SCORE),
+            Cell("over dense", ".2f", "ratio_to_dense"),
+            Cell("read (%)", ".1%", "selectivity"),
+        ],
+        **QWEN,
     ),
     "kvpress": Table(
         "kvpress",
