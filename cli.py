@@ -163,13 +163,16 @@ def _run(
     data: str | None = None,
     **arguments: Any,
 ) -> None:
-    from msattn.trainer.commands.compose import show
+    from msattn.trainer.commands.compose import check_keys, show
     from msattn.trainer.commands.launch import launch
-    from msattn.trainer.commands.own import own_overrides
+    from msattn.trainer.commands.own import is_own, own_overrides
     from msattn.trainer.errors import warnings_as_lines
 
     with _stopped_by_signals(), warnings_as_lines():
-        given = own_overrides(model, data, overrides or [], command) + (overrides or [])
+        given = overrides or []
+        if is_own(model, given):
+            check_keys(command, given, config_dir=config_dir, multirun=multirun)
+        given = own_overrides(model, data, given, command) + given
         if cfg is not None:
             show(command, given, kind=cfg, config_dir=config_dir)
         else:

@@ -44,7 +44,7 @@ CASES = {
     "a gate to serve": (["serve", *OTHER, GATE], f"gate {WIDE}"),
     "positions": (["train-gate", *OWN, *TEXT, "data.seq_len=5000"], "seq_len=5000: the model has "
     "positions for 4096"),
-    "text": (["train-gate", *OWN, *TEXT], f"data.seq_len=4096: the {SHORT}"),
+    "text": (["train-gate", *OWN, *TEXT], f"data.seq_len=2048: the {SHORT}"),
     "a schedule": (["train-gate", *OWN, *TEXT, "train.schedule=sometimes"],
         "train.schedule=sometimes: expected linear"),
     "warmup": (["train-gate", *OWN, *TEXT, "train.warmup_steps=101", "train.steps=9"],

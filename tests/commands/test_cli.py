@@ -1,6 +1,7 @@
 """The command line: start-up time, exit codes, one-line errors, sweeps and completion."""
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -12,10 +13,12 @@ import torch
 import yaml
 
 from msattn import cli
-from msattn.trainer.commands import compose
+from msattn.trainer.commands import compose, own
 from msattn.trainer.commands.generate import generate
 from msattn.trainer.commands.jobs import COMMANDS, Command
 from msattn.trainer.errors import UserError
+from msattn.trainer.models import break_even
+from msattn.trainer.models.break_even import BREAK_EVEN, DECODING_COST
 from tests.commands.conftest import Run
 
 NAMES = (*COMMANDS, "demo", "push", "configure", "import-gate", "doctor", "help")
@@ -62,7 +65,10 @@ def test_help_is_fast_and_imports_nothing_heavy() -> None:
 
 def test_cfg_prints_yaml_and_runs_nothing(msattn: Run, here: Path, job: list) -> None:
     code, out, err = msattn("train-gate", "model=llama3", "train.steps=7", "--cfg", "job")
-    assert (code, err) == (0, "msattn: on a CPU, so model.presets has gate_batch=2 instead of 16\n")
+    reduced = (
+        "seq_len=2048 instead of 65536, recent=128 instead of 2047, gate_batch=2 instead of 16"
+    )
+    assert (code, err) == (0, f"msattn: on a CPU, so model.presets has {reduced}\n")
     shown = yaml.safe_load(out)
     assert (shown["model"]["path"], shown["train"]["steps"]) == ("meta-llama/Llama-3.1-8B", 7)
     assert "hydra" not in shown
@@ -148,6 +154,89 @@ def test_prompts_are_not_parsed_by_hydra(msattn: Run, here: Path, job: list) -> 
     (here / "p.txt").write_text(prompt, encoding="utf-8")
     assert msattn("generate", "--prompt-file", "p.txt", "max_new_tokens=3")[0] == 0
     assert [arguments for _, arguments in job] == [{"prompt": prompt, "chat": False}] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("train.stepz=3", "unknown key train.stepz (did you mean train.steps?)"),
+        ("gate=wied --config-dir groups", "gate=wied: expected decode, default, wide"),
+        ("-m seed=1,2 gate.los=mse", "unknown key gate.los (did you mean gate.loss?)"),
+    ],
+)
+def test_keys_are_checked_before_a_model_is_read(
+    msattn: Run, here: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, says: str
+) -> None:
+    monkeypatch.setattr(own, "_positions", lambda model: pytest.fail("the model is read"))
+    (here / "groups" / "gate").mkdir(parents=True)
+    (here / "groups" / "gate" / "wide.yaml").write_text("hidden: 256\n")
+    code, _, err = msattn("train-gate", "--model", "model.gguf", *arguments.split())
+    assert (code, err.count("\n"), says in err) == (2, 1, True), err
+
+
+LINE = "def add(first, second):\n    return first + second\n"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "overrides", "described", "note"),
+    [
+        (
+            LINE,
+            ["device=cpu"],
+            "tiny: prompts dense, which is faster at every length at sparsity=0.5; new tokens "
+            r"dense, which is faster below [\d,]+ keys\n",
+            "Attention was dense where that is faster",
+        ),
+        (
+            LINE,
+            ["device=cpu", "select.sparsity=0.8", "artifacts.qmodel=null"],
+            "tiny: prompts dense, which is faster below 4,096 tokens at sparsity=0.8; new tokens",
+            "Attention was dense where that is faster",
+        ),
+        (
+            LINE,
+            ["select=quest", "dense_below=99"],
+            "tiny: prompts dense, as dense_below=99; new tokens dense\n",
+            "dense_below=0 makes it sparse everywhere",
+        ),
+        (
+            LINE,
+            ["select=quest", "dense_below=0", "select.dense_queries=64"],
+            "tiny: prompts dense, as select.dense_queries=64; new tokens dense\n",
+            "",
+        ),
+        (
+            LINE,
+            ["select=quest", "dense_below=0"],
+            "tiny: prompts by quest, topk, sparsity=0.5; new tokens dense\n",
+            "Sparse attention read every key: the prompt is too short",
+        ),
+        (
+            LINE * 40,
+            ["device=cpu", "select=quest", "dense_below=0"],
+            "tiny: prompts by quest, topk, sparsity=0.5; new tokens dense\n",
+            "A CPU runs PyTorch instead of the kernels: sparse attention saves time in long",
+        ),
+    ],
+)
+def test_dense_passes_are_described_as_such(
+    msattn: Run,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    prompt: str,
+    overrides: list[str],
+    described: str,
+    note: str,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(break_even, "BREAK_EVEN", BREAK_EVEN)
+    monkeypatch.setattr(break_even, "DECODING_COST", DECODING_COST)
+    code, out, err = msattn("generate", "--prompt", prompt, "max_new_tokens=2", *overrides)
+    assert code == 0, err
+    assert re.match(described, out), out
+    notes = out.splitlines()
+    notes = notes[1 + next(i for i, line in enumerate(notes) if line.startswith("The first ")) :]
+    assert (len(notes), note in "".join(notes)) == (bool(note), True), out
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """--model and --data: one's own model and text in one command."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,21 +70,43 @@ def test_training_on_a_cpu_is_shorter(tmp_path: Path, capsys: pytest.CaptureFixt
         return [*own_overrides(path, None, given, command), *given]
 
     cfg = compose("train-gate", overrides("train-gate", "device=cpu"))
-    assert (cfg.train.steps, cfg.train.batch_size) == (100, 2)
+    assert (cfg.train.steps, cfg.train.batch_size, cfg.data.seq_len) == (100, 2, 2048)
     assert capsys.readouterr().err == (
-        "msattn: on a CPU, so model.presets has gate_steps=100 instead of 500, gate_batch=2 "
-        "instead of 16\n"
+        "msattn: on a CPU, so model.presets has seq_len=2048 instead of 65536, recent=128 instead "
+        "of 2047, gate_steps=100 instead of 500, gate_batch=2 instead of 16\n"
     )
     cfg = compose("train-gate", overrides("train-gate", "device=cpu", "train.steps=7"))
     assert (cfg.train.steps, cfg.train.batch_size) == (7, 2)
     cfg = compose("train-qmodel", overrides("train-qmodel", "device=cpu"))
     assert (cfg.train.steps, cfg.train.lr, cfg.qmodel.hidden) == (1500, 1e-3, 512)
+    assert (cfg.data.seq_len, cfg.qmodel.long_range, cfg.model.presets.probes) == (2048, 128, 1)
     cfg = compose("fit-kmeans", overrides("fit-kmeans", "device=cpu"))
     assert (cfg.kmeans.num_prompts, cfg.kmeans.points_per_bucket) == (8, 256)
+    assert (cfg.data.seq_len, cfg.kmeans.num_buckets) == (2048, 32)
     capsys.readouterr()
+    cfg = compose("eval", overrides("eval", "device=cpu"))
+    assert cfg.eval.perplexity.length == 2048
+    assert cfg.model.presets == replace(OWN, seq_len=2048)
+    assert capsys.readouterr().err == (
+        "msattn: on a CPU, so model.presets has seq_len=2048 instead of 65536\n"
+    )
     assert compose("train-gate", overrides("train-gate", "device=cuda")).train.batch_size == 16
-    assert compose("eval", overrides("eval", "device=cpu")).model.presets == OWN
-    assert capsys.readouterr().err == ""
+    cfg = compose("fit-kmeans", overrides("fit-kmeans", "device=cpu", "data.seq_len=8192"))
+    assert (cfg.data.seq_len, cfg.kmeans.num_buckets) == (8192, OWN.num_buckets)
+
+
+def test_chunks_on_a_cpu_are_at_most_as_long_as_the_positions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = folder(tmp_path, max_position_embeddings=1024)
+    overrides = own_overrides(str(path), None, ["device=cpu"], "train-gate")
+    assert compose("train-gate", overrides).data.seq_len == 1024
+    assert "on a CPU, so model.presets has gate_steps=100" in capsys.readouterr().err
+    (path / "config.json").write_text('{"model_type": "qwen3", "max_position_embeddings": 32768}')
+    overrides = own_overrides(str(path), None, ["device=cpu"], "train-gate")
+    assert compose("train-gate", overrides).data.seq_len == 2048
+    reduced = "on a CPU, so model.presets has seq_len=2048 instead of 32768, recent=128 instead of"
+    assert reduced in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("way", ["--model", "model="])
@@ -103,11 +126,14 @@ def test_named_models_have_smaller_presets_on_a_cpu(
         1e-3,
         512,
     )
-    reduced = "qmodel_prompts=24 instead of 96, qmodel_steps=1500 instead of 8000"
-    assert capsys.readouterr().err == f"msattn: on a CPU, so model.presets has {reduced}\n"
-    cfg = compose(
-        "fit-kmeans", overrides("fit-kmeans", "smollm2", "model.presets.kmeans_prompts=9")
+    reduced = (
+        "seq_len=2048 instead of 8192, probes=1 instead of 4, recent=128 instead of 512, "
+        "long_range=128 instead of 512, qmodel_prompts=24 instead of 96, "
+        "qmodel_steps=1500 instead of 8000"
     )
+    assert capsys.readouterr().err == f"msattn: on a CPU, so model.presets has {reduced}\n"
+    given = ("model.presets.kmeans_prompts=9", "data.seq_len=8192")
+    cfg = compose("fit-kmeans", overrides("fit-kmeans", "smollm2", *given))
     assert (cfg.kmeans.num_prompts, cfg.kmeans.points_per_bucket) == (9, 256)
     assert (
         capsys.readouterr().err
@@ -116,7 +142,7 @@ def test_named_models_have_smaller_presets_on_a_cpu(
     for model, *given in (
         ["tiny"],
         ["llama3", "experiment=demo"],
-        ["smollm2", "train.steps=9", "train.batch_size=1"],
+        ["smollm2", "train.steps=9", "train.batch_size=1", "data.seq_len=512"],
     ):
         cfg = compose("train-gate", overrides("train-gate", model, *given))
         assert cfg.model.presets == compose("train-gate", [f"model={model}", *given]).model.presets

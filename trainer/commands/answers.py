@@ -2,7 +2,8 @@
 greedy answers, their times.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,6 +23,7 @@ from msattn.trainer.models.ends import end_tokens
 from msattn.trainer.models.loading import config_and_tokenizer
 from msattn.trainer.models.timing import TokenClock
 from msattn.trainer.serving.build import check_options
+from msattn.trainer.serving.dispatch import Dispatch
 from msattn.trainer.serving.loading import load_router
 from msattn.trainer.serving.options import AttachOptions
 from msattn.trainer.training.tracker import Tracker
@@ -122,10 +124,12 @@ def tracked(
         yield tracker
 
 
-def describe(cfg: AnswerConfig, served: Served) -> str:
+def describe(cfg: AnswerConfig, served: Served, dense: Mapping[str, str] | None = None) -> str:
     """Describes what prompts and new tokens read, e.g.
-    ``tiny: prompts by quest, topk, sparsity=0.9; new tokens dense``.
+    ``tiny: prompts by quest, topk, sparsity=0.9; new tokens dense``; ``dense`` has the reasons of
+    those that read all, from :func:`dense_by_choice`.
     """
+    dense = dense or {}
     prompts = new_tokens = "dense"
     if served.options["select"] is not None:
         scores = cfg.select.scores
@@ -137,7 +141,34 @@ def describe(cfg: AnswerConfig, served: Served) -> str:
     kind = _router_kind(served.chosen)
     if kind is not None:
         new_tokens = f"by {_artifact(kind, served)}"
+    prompts, new_tokens = dense.get("prompts", prompts), dense.get("new tokens", new_tokens)
     return f"{cfg.model.name}: prompts {prompts}; new tokens {new_tokens}"
+
+
+def dense_by_choice(
+    cfg: AnswerConfig, dispatch: Dispatch, prompt_tokens: int, max_new_tokens: int
+) -> dict[str, str]:
+    """Returns why ``prompts`` and ``new tokens`` are dense in all passes of an answer; those that
+    are not, or have no other choice, are left out.
+    """
+
+    def why(below: int, unit: str, at: str = "") -> str:
+        if cfg.dense_below is not None:
+            return f"dense, as dense_below={cfg.dense_below}"
+        lengths = "at every length" if below == sys.maxsize else f"below {below:,} {unit}"
+        return f"dense, which is faster {lengths}{at}"
+
+    reasons, keys = {}, prompt_tokens + max_new_tokens - 1
+    if dispatch.decide_prompt(prompt_tokens, prompt_tokens).dense_reason is not None:
+        at = "" if cfg.select.sparsity is None else f" at sparsity={cfg.select.sparsity:g}"
+        reasons["prompts"] = (
+            why(dispatch.dense_below, "tokens", at)
+            if prompt_tokens < dispatch.dense_below
+            else f"dense, as select.dense_queries={cfg.select.dense_queries}"
+        )
+    if dispatch.routed_layers and dispatch.tokens_until_routed(keys, 1):
+        reasons["new tokens"] = why(dispatch.shortest_routed(1), "keys")
+    return reasons
 
 
 def _router_kind(chosen: dict[str, str | Path | None]) -> str | None:

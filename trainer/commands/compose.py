@@ -55,6 +55,22 @@ def show(
         hydra.show_cfg(config_name(command), overrides, cfg_type=kind, package=None)
 
 
+def check_keys(
+    command: str,
+    overrides: Sequence[str],
+    *,
+    config_dir: Path | None = None,
+    multirun: bool = False,
+) -> None:
+    """Raises UserError for a key or an option that ``command`` does not have, except for those that
+    are swept, before the files of the user's own model are read.
+    """
+    stand_ins = ["model=own", "model.name=own", "model.path=own"]
+    mode = "MULTIRUN" if multirun else "RUN"
+    with initialized_hydra(command) as hydra:
+        compose_raw(hydra, command, with_search_path([*stand_ins, *overrides], config_dir), mode)
+
+
 def typed_config(composed: Any, command: str) -> JobConfig:
     return typed(without_hydra(composed), COMMANDS[command].schema)
 

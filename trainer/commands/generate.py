@@ -1,5 +1,6 @@
 """``msattn generate``: answers a prompt with dense attention and with a model's artifacts."""
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ from msattn.trainer.commands.answers import (
     Answer,
     Clock,
     check_fits,
+    dense_by_choice,
     describe,
     find_served,
     format_number,
@@ -39,20 +41,18 @@ def generate(cfg: GenerateConfig, prompt: str, chat: bool = False) -> dict[str, 
     ids = ids.to(loaded.model.device)
     contexts = {"dense": nullcontext(), "sparse": attach(loaded.model, **served.options)}
     console, results = Console(), {}
-    with attach(loaded.model, **served.options):
-        pass  # refuses artifacts that do not fit before the dense answer
-    console.print(describe(cfg, served), style="dim", highlight=False, markup=False)
+    # refuses artifacts that do not fit before the dense answer
+    with attach(loaded.model, **served.options) as sparse:
+        dense = dense_by_choice(cfg, sparse.dispatch, ids.shape[1], cfg.max_new_tokens)
+    console.print(describe(cfg, served, dense), style="dim", highlight=False, markup=False)
     for name, context in contexts.items():
         with activity(f"{name} attention, {ids.shape[1]} prompt tokens"):
             results[name] = _greedy(loaded, ids, cfg.max_new_tokens, context)
         console.rule(name, align="left")
         console.print(results[name].text, markup=False, highlight=False)
     _print_figures(results, ids.shape[1], console)
-    if loaded.model.device.type == "cpu":
-        console.print(
-            "A CPU runs PyTorch instead of the kernels: sparse attention saves time in long "
-            "prompts at 80 % sparsity and more, but not for new tokens."
-        )
+    for note in _notes(cfg, results["sparse"].stats, loaded.model.device.type == "cpu"):
+        console.print(note)
     with tracked(cfg, "generate", served, after_work=True) as tracker:
         if tracker is not None:
             tracker.table(
@@ -90,8 +90,20 @@ def _print_figures(results: dict[str, Answer], prompt_tokens: int, console: Cons
     console.print(table)
     dense, sparse = results["dense"].clock.tokens, results["sparse"].clock.tokens
     console.print(f"The first {common_prefix(dense, sparse)} of {len(dense)} tokens are equal.")
-    if results["sparse"].stats["dense_by_choice"]:
-        console.print(
+
+
+def _notes(cfg: GenerateConfig, stats: dict[str, Any], on_cpu: bool) -> Iterator[str]:
+    """Yields sentences about what sparse attention read and whether that saves time."""
+    left_out = stats["sparsity"] or stats["selectivity"] not in (None, 1)
+    if stats["dense_by_choice"] and cfg.dense_below != 0:
+        yield (
             "Attention was dense where that is faster at this length; dense_below=0 makes it "
             "sparse everywhere."
+        )
+    elif not stats["dense_by_choice"] and not left_out:
+        yield "Sparse attention read every key: the prompt is too short for one to be left out."
+    if on_cpu and left_out:
+        yield (
+            "A CPU runs PyTorch instead of the kernels: sparse attention saves time in long "
+            "prompts at 80 % sparsity and more, but not for new tokens."
         )

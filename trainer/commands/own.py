@@ -19,19 +19,27 @@ from msattn.trainer.storage.model_files import GGUF, ModelFiles, local_model
 TOKENS_PER_BUCKET = 64  # the papers' 1024 buckets for 65,536 tokens
 BUCKETS_PER_PROBE = 32
 ANSWERING = ("generate", "serve")
-# Presets of training on a CPU, by command: the key that a preset is the default of, and its value.
-CPU_PRESETS = {
-    "train-gate": {"gate_steps": ("train.steps", 100), "gate_batch": ("train.batch_size", 2)},
-    "fit-kmeans": {
-        "kmeans_prompts": ("kmeans.num_prompts", 8),
-        "points_per_bucket": ("kmeans.points_per_bucket", 256),  # as Faiss does by default
-    },
+# Presets on a CPU by command, besides those that depend on the length of chunks.
+CPU_PRESETS: dict[str, dict[str, Any]] = {
+    "train-gate": {"gate_steps": 100, "gate_batch": 2},
+    "fit-kmeans": {"kmeans_prompts": 8, "points_per_bucket": 256},  # as Faiss does by default
     "train-qmodel": {
-        "qmodel_prompts": ("qmodel.num_prompts", 24),
-        "qmodel_steps": ("train.steps", 1500),
-        "qmodel_lr": ("train.lr", 1e-3),
-        "qmodel_hidden": ("qmodel.hidden", 512),
+        "qmodel_prompts": 24,
+        "qmodel_steps": 1500,
+        "qmodel_lr": 1e-3,
+        "qmodel_hidden": 512,
     },
+    "eval": {},
+}
+# Length of chunks on a CPU. In 4096 tokens, block maps of a model of 135M parameters already take
+# a minute on two cores.
+CPU_LENGTH = 2048
+# Presets that depend on the length, by command.
+OF_LENGTH = {
+    "train-gate": ("seq_len", "recent"),
+    "fit-kmeans": ("seq_len", "num_buckets", "probes", "recent"),
+    "train-qmodel": ("seq_len", "probes", "recent", "long_range"),
+    "eval": ("seq_len",),
 }
 # Keys of which a preset that depends on the positions is the default.
 KEYS = {
@@ -41,6 +49,16 @@ KEYS = {
     "recent": "recent",
     "long_range": "qmodel.long_range",
     "throughput_length": "eval.throughput.lengths",
+}
+CPU_KEYS = KEYS | {
+    "gate_steps": "train.steps",
+    "gate_batch": "train.batch_size",
+    "kmeans_prompts": "kmeans.num_prompts",
+    "points_per_bucket": "kmeans.points_per_bucket",
+    "qmodel_prompts": "qmodel.num_prompts",
+    "qmodel_steps": "train.steps",
+    "qmodel_lr": "train.lr",
+    "qmodel_hidden": "qmodel.hidden",
 }
 WINDOW_SHARE = 16  # one in 16 of a chunk's tokens is in the dense window, up to the papers' 2047
 
@@ -68,6 +86,12 @@ def own_overrides(
         text_files("--data", data)
         added += ["data=text", f"data.path={_quoted(data)}"]
     return added
+
+
+def is_own(model: str | None, overrides: Sequence[str]) -> bool:
+    """Returns True if ``--model`` is the only choice of a model, and names files."""
+    chosen = any(override.startswith("model=") for override in overrides)
+    return model is not None and model not in packaged_models() and not chosen
 
 
 def read_prompt(prompt: str | None, prompt_file: Path | None) -> str:
@@ -108,16 +132,16 @@ def _model_overrides(model: str, overrides: Sequence[str], command: str) -> list
 
 
 def _on_cpu(command: str, of_model: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Returns smaller presets for training on a CPU, where the usual ones would take days, and
-    prints them.
+    """Returns smaller presets for training and evaluation on a CPU, where the usual ones would take
+    days, and prints them.
 
     The model is that of the overrides ``of_model``, or of ``model=``. The embedded model,
     experiments and sweeps over models have sizes of their own.
     """
-    given = dict(override.split("=", 1) for override in [*of_model, *overrides] if "=" in override)
-    model, known = given.get("model", "tiny"), CPU_PRESETS.get(command, {})
+    given = dict(override.split("=", 1) for override in overrides if "=" in override)
+    model = of_model[0].removeprefix("model=") if of_model else given.get("model", "tiny")
     if (
-        not known
+        command not in CPU_PRESETS
         or model == "tiny"
         or "," in model
         or "experiment" in given
@@ -125,19 +149,23 @@ def _on_cpu(command: str, of_model: Sequence[str], overrides: Sequence[str]) -> 
     ):
         return []
     usual = compose(command, of_model or [f"model={model}"]).model.presets
+    values = dict(CPU_PRESETS[command])
+    if not {"data.seq_len", "model.presets.seq_len"} & given.keys():
+        sizes = sizes_for(CPU_LENGTH)
+        values = {name: sizes[name] for name in OF_LENGTH[command]} | values
     presets = {
         name: value
-        for name, (key, value) in known.items()
-        if not {key, f"model.presets.{name}"} & given.keys()
+        for name, value in values.items()
+        if not {CPU_KEYS[name], f"model.presets.{name}"} & given.keys()
         and _lighter(name, value, getattr(usual, name))
     }
     if not presets:
         return []
-    values = ", ".join(
+    listed = ", ".join(
         f"{name}={value} instead of {'all' if (before := getattr(usual, name)) is None else before}"
         for name, value in presets.items()
     )
-    print_once(f"on a CPU, so model.presets has {values}")
+    print_once(f"on a CPU, so model.presets has {listed}")
     return [f"model.presets.{name}={value}" for name, value in presets.items()]
 
 
