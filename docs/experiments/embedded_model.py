@@ -48,14 +48,16 @@ from msattn.trainer.models.tap import use_dense_attention
 from msattn.trainer.signals import raised
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_folder
+from msattn.trainer.training.checkpoints import check_start
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
 
 # origin of the model; a folder without this file was not written here and is never replaced
 RECORD = "training.json"
 OPTIONS = {  # keys of the configuration in messages of shared code: options of this program
+    "overwrite=true without resume=true": "another --out",
+    "overwrite=true starts again, ": "",
     "resume=true": "--resume",
-    "resume=false": "no --resume",
     "name= or outputs=": "--out",
     "another name=": "another --out",
     "outputs=": "--out=",
@@ -408,6 +410,7 @@ def train(
     ) as tracker:
         for number, stage in enumerate(plan.stages):
             print(f"stage {number + 1}: {stage}", flush=True)
+            check_start(out / f"stage-{number + 1}" / "checkpoints", {}, resume=resume)
             prompts = needle_prompts(
                 texts.dev, stage.seq_len, tokenizer, samples=DEV_PROMPTS, seed=1
             )

@@ -108,7 +108,7 @@ def test_damaged_parts_count_as_missing(tries: Tries, tmp_path: Path) -> None:
     """The folder alone: a part is either as it was written, or missing."""
     settings = {"seed": 0, "data": ["a", "b"], "model": {"id": "toy", "layers": 2}}
     whole = tmp_path / "whole"
-    parts = FinishedParts(whole, settings, resume=False)
+    parts = FinishedParts(whole, settings, replace=False)
     saved = {
         name: {"queries": torch.rand(8, 4), "counts": torch.arange(3) + number}
         for number, name in enumerate(PARTS)
@@ -132,5 +132,5 @@ def test_damaged_parts_count_as_missing(tries: Tries, tmp_path: Path) -> None:
             )
             return damaged not in opened and others
 
-        opened = partial(FinishedParts, folder, settings, resume=True)
+        opened = partial(FinishedParts, folder, settings, replace=False)
         tries.python(f"{name} {how}", opened, partial(intact, damaged=target), accepted=True)

@@ -11,6 +11,9 @@ import pytest
 
 from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.models import EMBEDDED, loading
+from msattn.trainer.mta import train_mta
+from msattn.trainer.storage.parts import FinishedParts
+from msattn.trainer.training.checkpoints import TrainingResult, mark_complete
 from tests.commands.conftest import Run
 
 # an artifact of the embedded model does not fit it
@@ -67,14 +70,84 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_is_refused_before_weights_are_read(
-    name: str, here: Path, msattn: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+SMALL = [*OWN, "--data", "long.txt", "data.heldout_path=held.txt", "data.seq_len=64"]
+# commands, and the folder of their checkpoints
+TRAININGS = {
+    "train-gate": (["train-gate", *SMALL], "own/base/runs/gate"),
+    "train-gate gate=decode": (["train-gate", *SMALL, "gate=decode"], "own/base/runs/decode_gate"),
+    "train-qmodel": (["train-qmodel", *SMALL, KMEANS], "own/base/runs/qmodel/layers_0"),
+    "finetune": (["finetune", *SMALL, "select.sparsity=0"], "own/finetuned/runs/finetune"),
+    "train-mta": (["train-mta", "device=cpu", "tracker=none"], "mta/base/runs/solver"),
+}
+
+
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading weights fails."""
+
     def refuse(*arguments: object) -> None:
         raise AssertionError("the weights are read")
 
     monkeypatch.setattr(loading, "_pretrained", refuse)
+    monkeypatch.setattr(train_mta, "_train", refuse)
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.usefixtures("no_weights")
+def test_checkpoints_are_kept_or_continued(
+    name: str, here: Path, msattn: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, folder = TRAININGS[name]
+    shutil.copytree(EMBEDDED, here / "own")
+    (here / "long.txt").write_text(LONG)
+    (here / "held.txt").write_text("held out text " * 1000)
+    checkpoints = here / "outputs" / folder / "checkpoints"
+    (checkpoints / "checkpoint-7").mkdir(parents=True)
+    result = TrainingResult(7, 0.0, {}, {})
+    mark_complete(checkpoints / "checkpoint-7", {"train.lr": 99, "seed": 0}, result)
+    code, _, err = msattn(*arguments)
+    assert (code, err.splitlines()[-1].endswith(
+        f"{folder}/checkpoints: an earlier run was trained to step 7; resume=true continues it, "
+        f"overwrite=true starts again, another name= keeps both"
+    )) == (2, True), err  # fmt: skip
+    if name != "train-qmodel":  # its settings are those of finished layers
+        code, _, err = msattn(*arguments, "resume=true", "train.lr=0.5")
+        assert code == 2
+        assert f"resume=true: the run in outputs/{folder}/checkpoints has train.lr=99, not" in err
+    with pytest.raises(AssertionError, match="the weights are read"):
+        msattn(*arguments, "overwrite=true")
+    assert "starts again; outputs" in capsys.readouterr().err
+    assert (checkpoints / "checkpoint-7" / "complete.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "folder"),
+    [
+        (["fit-kmeans", "kmeans.num_buckets=8"], "kmeans/layers"),
+        (["train-qmodel", KMEANS], "qmodel/layers"),
+    ],
+)
+@pytest.mark.usefixtures("no_weights")
+def test_finished_parts_are_kept(
+    arguments: list[str], folder: str, here: Path, msattn: Run
+) -> None:
+    shutil.copytree(EMBEDDED, here / "own")
+    (here / "long.txt").write_text(LONG)
+    (here / "held.txt").write_text("held out text " * 1000)
+    parts = FinishedParts(here / "outputs/own/base/runs" / folder, {"seed": 3}, replace=False)
+    parts.save("layer_000", {})
+    for resume in ([], ["resume=true"], ["resume=true", "overwrite=true"]):
+        code, _, err = msattn(*arguments, *SMALL, *resume)
+        assert code == 2
+        assert "use the same settings, or overwrite=true without resume=true to start again" in err
+    with pytest.raises(AssertionError, match="the weights are read"):
+        msattn(*arguments, *SMALL, "overwrite=true")
+    assert "layer_000" in parts
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.usefixtures("no_weights")
+def test_is_refused_before_weights_are_read(name: str, here: Path, msattn: Run) -> None:
     shutil.copytree(EMBEDDED, here / "own")
     shutil.copytree(EMBEDDED, here / "wide")
     config = json.loads((here / "wide" / "config.json").read_text())

@@ -69,7 +69,7 @@ def test_the_folder_is_synced_after_a_rename(
     with replace_file(tmp_path / "table.csv") as new:
         new.write_text("1")
     assert synced.pop() == (tmp_path, ["table.csv"])
-    finished = FinishedParts(tmp_path / "layers", {}, resume=False)
+    finished = FinishedParts(tmp_path / "layers", {}, replace=False)
     assert synced.pop() == (tmp_path / "layers", ["settings.json"])
     finished.save("layer_000", {"a": torch.zeros(1)})
     assert synced.pop() == (tmp_path / "layers", ["layer_000.safetensors", "settings.json"])

@@ -119,7 +119,10 @@ class NamedConfig(JobConfig):
         "job's number",
         default="base",
     )
-    overwrite: Flag = key("replace an existing artifact or result", default=False)
+    overwrite: Flag = key(
+        "replace an existing artifact or result, and drop what an interrupted training has written",
+        default=False,
+    )
     resume: Flag = key(
         "continue an interrupted run: training from its last complete checkpoint, an evaluation "
         "from its last row",
@@ -129,6 +132,11 @@ class NamedConfig(JobConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         folder_name("name", self.name)
+
+    @property
+    def starts_again(self) -> bool:
+        """True if a training drops the work of an earlier one."""
+        return self.overwrite and not self.resume
 
 
 @schema(kw_only=True)

@@ -14,6 +14,7 @@ from msattn.trainer.config import DataConfig, EvalRunConfig
 from msattn.trainer.config.text_files import text_files
 from msattn.trainer.data.overlap import check_apart, check_heldout
 from msattn.trainer.data.sources import source_identity
+from msattn.trainer.errors import print_once
 from msattn.trainer.evaluate.compared import Compared
 from msattn.trainer.evaluate.row import EvalRow, Setting
 from msattn.trainer.evaluate.task import task_of
@@ -39,8 +40,13 @@ class PartialRows:
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
         if not resume:
+            if any(folder.glob("*.safetensors")):
+                print_once(
+                    f"{folder}, the rows of an interrupted evaluation, is removed; resume=true "
+                    f"would have continued it"
+                )
             shutil.rmtree(folder, ignore_errors=True)
-        self._parts = FinishedParts(folder, settings, resume=resume)
+        self._parts = FinishedParts(folder, settings, replace=False, start_again="resume=false")
         notes = (self._parts.load(name)[1] for name in self._parts)
         self._rows = {key: [_row(row) for row in rows] for key, rows in notes}
 

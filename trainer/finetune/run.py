@@ -38,7 +38,7 @@ from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS
 from msattn.trainer.ranks import num_ranks
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_folder
-from msattn.trainer.training.checkpoints import TrainingResult
+from msattn.trainer.training.checkpoints import TrainingResult, check_start, resume_settings
 from msattn.trainer.training.distributed import rank_shard
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
@@ -74,6 +74,14 @@ def finetune(cfg: FinetuneConfig) -> Path:
         cfg.data, described.tokenizer, seed=cfg.seed, num_heldout=HELDOUT_CHUNKS
     )
     data.warn_of_repeats(cfg.data, chunks, cfg.train.steps * cfg.train.batch_size * (1 - cfg.tasks))
+    work, config = cfg.folder / "runs" / "finetune", asdict(cfg)
+    known = _settings(cfg, described.fingerprint, chunks, gate)
+    check_start(
+        work / "checkpoints",
+        resume_settings(cfg.train, cfg.seed, "adamw", num_ranks(), known),
+        resume=cfg.resume,
+        overwrite=cfg.overwrite,
+    )
     loaded = _load_model(described, gate)
     dtype = models.resolve_dtype(cfg.dtype, loaded.model.device)
     tuner = FineTuner(
@@ -85,7 +93,6 @@ def finetune(cfg: FinetuneConfig) -> Path:
     )
     if cfg.train.activation_checkpointing:
         checkpoint_activations(loaded.model)
-    work, config = cfg.folder / "runs" / "finetune", asdict(cfg)
     with Tracker.of_job(
         cfg, "finetune", folder=work, run_name=f"{cfg.model.name}-{cfg.name}"
     ) as tracker:
@@ -96,9 +103,8 @@ def finetune(cfg: FinetuneConfig) -> Path:
                 items = RetrievalMixture(
                     chunks, loaded.tokenizer, share=cfg.tasks, length=length, seed=cfg.seed
                 )
-            result = _fit(
-                cfg, tuner, items, heldout, work, tracker, _settings(cfg, loaded, chunks, gate)
-            )
+            settings = _settings(cfg, loaded.fingerprint, chunks, gate)
+            result = _fit(cfg, tuner, items, heldout, work, tracker, settings)
         if gate is not None and gate.artifact is not None:
             tracker.use_artifact(gate.artifact)
         metrics = artifacts.without_layers(result.losses | result.metrics) | {
@@ -154,7 +160,7 @@ def _load_model(described: models.Described, gate: Gate | None) -> models.Loaded
 
 
 def _settings(
-    cfg: FinetuneConfig, loaded: models.Loaded, chunks: data.Chunks, gate: Gate | None
+    cfg: FinetuneConfig, fingerprint: dict[str, Any], chunks: data.Chunks, gate: Gate | None
 ) -> dict[str, Any]:
     """Returns the settings other than ``train`` that must be the same when training resumes."""
     gate_hash = (
@@ -168,7 +174,7 @@ def _settings(
     }
     return own | {
         "artifacts": {"gate": gate_hash},
-        "model": artifacts.identity(loaded.fingerprint),
+        "model": artifacts.identity(fingerprint),
         "data": chunks.fingerprint,
     }
 

@@ -17,9 +17,11 @@ from msattn.trainer.config import TrainMtaConfig, typed
 from msattn.trainer.errors import UserError, first_line
 from msattn.trainer.models.devices import resolve_device
 from msattn.trainer.mta.block_retrieval import Problems, Solver, accuracy, build
+from msattn.trainer.ranks import num_ranks
 from msattn.trainer.storage.documents import read_json
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import replace_folder
+from msattn.trainer.training.checkpoints import check_start, resume_settings
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
 
@@ -39,10 +41,16 @@ def train_mta(cfg: TrainMtaConfig) -> Path:
     """
     folder = cfg.folder / "solver"
     artifacts.check_writable(folder, cfg.overwrite, marker=RESULT)
+    work, settings = cfg.folder / "runs" / "solver", {"mta": asdict(cfg.mta)}
+    check_start(
+        work / "checkpoints",
+        resume_settings(cfg.train, cfg.seed, "adamw", num_ranks(), settings),
+        resume=cfg.resume,
+        overwrite=cfg.overwrite,
+    )
     solver = build(cfg.mta, cfg.seed).to(resolve_device(cfg.device))
-    work = cfg.folder / "runs" / "solver"
     with Tracker.of_job(cfg, "train-mta", folder=work, run_name=f"mta-{cfg.name}") as tracker:
-        metrics = _train(cfg, solver, work, tracker)
+        metrics = _train(cfg, solver, work, tracker, settings)
         tracker.summary(metrics)
         if PartialState().is_main_process:  # all ranks hold the same weights
             facts = {"config": asdict(cfg), "metrics": metrics, "versions": artifacts.versions()}
@@ -72,7 +80,9 @@ def load(folder: Path | str) -> Solver:
     return solver
 
 
-def _train(cfg: TrainMtaConfig, solver: Solver, work: Path, tracker: Tracker) -> dict[str, Any]:
+def _train(
+    cfg: TrainMtaConfig, solver: Solver, work: Path, tracker: Tracker, settings: dict[str, Any]
+) -> dict[str, Any]:
     """Trains ``solver`` and returns its metrics: the last losses, accuracy on unseen problems,
     steps, seconds.
     """
@@ -87,7 +97,7 @@ def _train(cfg: TrainMtaConfig, solver: Solver, work: Path, tracker: Tracker) ->
         device=solver.model.device,
         seed=cfg.seed,
         resume=cfg.resume,
-        extra_settings={"mta": asdict(cfg.mta)},
+        extra_settings=settings,
         evaluate=partial(accuracy, solver, unseen, cfg.train.batch_size),
     )
     return result.losses | result.metrics | {"steps": result.steps, "seconds": result.seconds}

@@ -13,7 +13,7 @@ from msattn.trainer.errors import UserError, print_once, write_error
 from msattn.trainer.storage.documents import read_json
 from msattn.trainer.storage.hashes import DamagedFile, read_hashed, write_hashed
 from msattn.trainer.storage.replace import replace_file
-from msattn.trainer.storage.settings import check_settings
+from msattn.trainer.storage.settings import START_AGAIN, check_settings
 
 SETTINGS = "settings.json"
 MAX_SETTINGS_BYTES = 8_000_000
@@ -23,40 +23,39 @@ class FinishedParts:
     """A folder with one safetensors file for each finished part of a job.
 
     A part records its name, and the hash of its tensors, its note and the settings (everything that
-    parts depend on, as JSON values). Parts with other settings are removed, or refused if
-    ``resume`` is set. A damaged or misnamed part counts as missing, so that the job creates it
-    again. Ranks that share the folder must all open it, rank 0 first, before any of them saves.
+    parts depend on, as JSON values). Parts with other settings are refused, or removed with
+    ``replace``. A damaged or misnamed part counts as missing, so that the job creates it again.
+    Ranks that share the folder must all open it, rank 0 first, before any of them saves.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],
+        *,
+        replace: bool,
+        start_again: str = START_AGAIN,
+    ) -> None:
         self.folder = folder
         self._settings = json.dumps(settings, sort_keys=True, indent=1)
         self._intact: set[str] = set()  # parts whose hash was compared
         path = folder / SETTINGS
         try:
-            self._check_settings(path, settings)
+            check_parts(folder, settings, partly=False, start_again=start_again)
         except UserError:
-            if resume:
+            if not replace:
                 raise
+            print_once(f"{folder}, made with other settings, is removed")
             self.remove()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for leftover in folder.glob(".*.new"):  # left by a killed process
                 leftover.unlink(missing_ok=True)
-            if not path.exists():
+            if not path.exists() or path.read_bytes() != self._settings.encode():
                 with replace_file(path) as new:
                     new.write_text(self._settings)
         except OSError as error:
             raise write_error(path, error) from error
-
-    def _check_settings(self, path: Path, settings: Mapping[str, Any]) -> None:
-        if not path.exists():
-            return  # no part has the hash of these settings
-        try:
-            before = read_json(path, str(path), MAX_SETTINGS_BYTES)
-        except UserError as error:
-            raise UserError(f"resume=true: {error}; resume=false starts again") from error
-        check_settings(str(self.folder), before, settings)
 
     def __contains__(self, name: str) -> bool:
         """Returns True if the part ``name`` is finished and intact; warns on stderr about a damaged
@@ -109,6 +108,26 @@ class FinishedParts:
         """Deletes the folder and all parts."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._intact.clear()
+
+
+def check_parts(
+    folder: Path,
+    settings: Mapping[str, Any],
+    *,
+    partly: bool = True,
+    start_again: str = START_AGAIN,
+) -> None:
+    """Raises UserError if ``folder`` holds finished parts with other settings; see
+    :func:`check_settings`.
+    """
+    path = folder / SETTINGS
+    if not path.exists() or not any(folder.glob("*.safetensors")):
+        return  # no part has the hash of these settings
+    try:
+        before = read_json(path, str(path), MAX_SETTINGS_BYTES)
+    except UserError as error:
+        raise UserError(f"{error}; {start_again} starts again") from error
+    check_settings(str(folder), before, settings, partly=partly, start_again=start_again)
 
 
 def layer_part(layer: int) -> str:

@@ -27,7 +27,7 @@ from msattn.trainer.progress import activity
 from msattn.trainer.storage.documents import checked, read_json
 from msattn.trainer.storage.hashes import first_difference, folder_hashes
 from msattn.trainer.storage.replace import replace_file, sync_folder, sync_tree
-from msattn.trainer.storage.settings import check_settings, flat_settings
+from msattn.trainer.storage.settings import START_AGAIN, check_settings, flat_settings
 
 WEIGHTS = "model.safetensors"
 SHARDS = "pytorch_model_fsdp_0"  # accelerate's folder for sharded weights
@@ -128,6 +128,74 @@ def resume_settings(
     }
 
 
+def check_start(
+    checkpoints: Path, known: Mapping[str, Any], *, resume: bool, overwrite: bool = False
+) -> dict[str, Any]:
+    """Checks the checkpoints of an earlier run before a job does long work; returns the settings of
+    the run that it resumes, {} if it starts.
+
+    ``known`` are those of :func:`resume_settings` that do not need the model's weights. Raises
+    UserError if they differ from the run to resume, and for checkpoints that are neither resumed
+    nor to ``overwrite``.
+    """
+    complete = _complete_checkpoints(checkpoints)
+    if not complete:
+        return {}
+    if resume:
+        return _newest_settings(complete, known)
+    steps = _steps(complete[-1])
+    if not overwrite:
+        raise UserError(
+            f"{checkpoints}: an earlier run was trained to step {steps}; resume=true continues it, "
+            f"overwrite=true starts again, another name= keeps both"
+        )
+    if not _is_last(complete[-1]):
+        print_once(
+            f"overwrite=true: training starts again; {checkpoints}, to step {steps}, is removed"
+        )
+    return {}
+
+
+def _is_last(checkpoint: Path) -> bool:
+    """Returns True if a checkpoint is that of a run's last step."""
+    try:
+        marker = read_marker(checkpoint)
+    except (UserError, OSError):
+        return False
+    return marker.result.steps == marker.settings.get("train.steps")
+
+
+def _newest_settings(complete: list[Path], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings in the newest of the markers that can be read, which must have the
+    ``known`` ones.
+    """
+    damage = []
+    for checkpoint in reversed(complete):
+        try:
+            settings = read_marker(checkpoint).settings
+        except (UserError, OSError) as error:
+            damage.append(first_line(error))
+            continue
+        _check_settings(checkpoint, settings, known, partly=True)
+        return settings
+    raise _none_intact(damage)
+
+
+def _none_intact(damage: list[str]) -> UserError:
+    return UserError(
+        f"resume=true: no checkpoint is intact ({'; '.join(damage)}); {START_AGAIN} starts again"
+    )
+
+
+def _check_settings(
+    checkpoint: Path, before: Mapping[str, Any], current: Mapping[str, Any], *, partly: bool = False
+) -> None:
+    # The checkpoint holds the number that was chosen automatically.
+    chosen = {MICRO_BATCH: before.get(MICRO_BATCH)} if current.get(MICRO_BATCH) == AUTO else {}
+    run = f"resume=true: the run in {checkpoint.parent}"
+    check_settings(run, before, {**current, **chosen}, partly=partly)
+
+
 def prepare_resume(
     checkpoints: Path, settings: dict[str, Any], *, resume: bool, writes: bool
 ) -> Path | None:
@@ -177,20 +245,12 @@ def _intact_checkpoint(checkpoints: Path, settings: dict[str, Any]) -> Path | No
         except (UserError, OSError) as error:
             damage.append(first_line(error))
             continue
-        # The checkpoint holds the number that was chosen automatically.
-        chosen = (
-            {MICRO_BATCH: marker.settings.get(MICRO_BATCH)}
-            if settings.get(MICRO_BATCH) == AUTO
-            else {}
-        )
-        check_settings(f"the run in {checkpoints}", marker.settings, settings | chosen)
+        _check_settings(checkpoint, marker.settings, settings)
         for line in damage:
             print_once(f"warning: {line}; the run continues from {checkpoint.name}")
         return checkpoint
     if damage:
-        raise UserError(
-            f"resume=true: no checkpoint is intact ({'; '.join(damage)}); resume=false starts again"
-        )
+        raise _none_intact(damage)
     return None
 
 

@@ -73,7 +73,8 @@ def fit(
     folder : work folder; checkpoints go to ``folder/checkpoints``.
     device : ``cpu``, or ``cuda`` (one device per rank; several ranks under ``torchrun``).
     resume : continue from the newest complete checkpoint, if any; the result equals that of an
-        uninterrupted run. If False, earlier checkpoints in ``folder`` are removed.
+        uninterrupted run. If False, earlier checkpoints in ``folder`` are removed: call
+        :func:`~msattn.trainer.training.checkpoints.check_start` before.
     extra_settings : further settings that the result depends on, under the names of the command
         line. A resumed run must have the same.
     evaluate : called with the module in eval mode, every ``train.eval_every`` steps (0: none) and

@@ -166,9 +166,7 @@ def test_an_interrupted_run_resumes_to_the_bits_of_another_grouping(
         patch.setattr(Distiller, "forward", interrupted_after(45, Distiller.forward))
         with pytest.raises(KeyboardInterrupt):
             train_qmodel(single)
-    with pytest.raises(
-        UserError, match=r"resume=true: .*layers has qmodel.steps_per_prompt=\d+, not 2;"
-    ):
+    with pytest.raises(UserError, match=r"layers has qmodel.steps_per_prompt=\d+, not 2;"):
         train_qmodel(replace(single, qmodel=replace(single.qmodel, steps_per_prompt=2)))
     # fails if a layer restarts
     monkeypatch.setattr(Distiller, "forward", interrupted_after(20, Distiller.forward))

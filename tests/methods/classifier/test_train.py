@@ -201,7 +201,7 @@ def test_resumed_runs_give_the_uninterrupted_result(
 
     run_until(fit_kmeans_module, "fit_centroids", 1, fit_kmeans, for_kmeans)
     with pytest.raises(
-        UserError, match=r"resume=true: .*layers has \w+=.*, not .*; use the same settings"
+        UserError, match=r"layers has \w+=.*, not .*; use the same settings, or overwrite=true"
     ):
         fit_kmeans(replace(for_kmeans, seed=1))
     fit_kmeans(for_kmeans)
@@ -342,7 +342,7 @@ def test_cached_targets_of_another_dtype_are_rejected(
     cfg = replace(cfg, train=replace(cfg.train, steps=2))
     train_qmodel(cfg)
     says = (
-        r"resume=true: .*cache has dtype=torch.float32, not torch.bfloat16"
+        r"cache has dtype=torch.float32, not torch.bfloat16"
         if device == "cpu"
         else "its weights_hash is"
     )

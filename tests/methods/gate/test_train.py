@@ -277,12 +277,14 @@ def test_two_ranks_train_the_same_gates_as_one(root):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_refuses_another_target(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_keeps_the_target_that_was_chosen(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cfg = run_config(root, "target", gate=GateConfig(block_size=16, mean_weight=0.5))
-    chosen = ["mass", "mean_mass"]
+    chosen = ["mean_mass"]
 
     def choose(gate: Gate, teacher: Any, chunks: Any) -> None:
-        gate.cfg = replace(gate.cfg, target=chosen.pop())
+        gate.cfg = replace(gate.cfg, target=chosen.pop())  # once
 
     monkeypatch.setattr("msattn.trainer.methods.gate.train.can_choose", lambda *_: True)
     monkeypatch.setattr("msattn.trainer.methods.gate.train.choose_target", choose)
@@ -292,8 +294,10 @@ def test_a_resumed_run_refuses_another_target(root: Path, monkeypatch: pytest.Mo
         == artifacts.read(folder).config["gate"]["target"]
         == "mean_mass"
     )
-    with pytest.raises(UserError, match=r"gate\.target"):
-        train_gate(replace(cfg, resume=True, overwrite=True))
+    cfg = replace(cfg, resume=True, overwrite=True)
+    assert Gate.load(train_gate(cfg)).cfg.target == "mean_mass"
+    with pytest.raises(UserError, match=r"has gate\.target=mean_mass, not mass"):
+        train_gate(replace(cfg, gate=replace(cfg.gate, target="mass")))
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ from msattn.trainer.methods.classifier.clustering import (
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.tap import visit_layers
 from msattn.trainer.progress import Progress, estimate
-from msattn.trainer.storage.parts import FinishedParts, layer_part
+from msattn.trainer.storage.parts import FinishedParts, check_parts, layer_part
 from msattn.trainer.training import distributed
 from msattn.trainer.training.tracker import Tracker
 
@@ -46,9 +46,9 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
     prompts and keeps the keys of its own layers. All ranks must see the same ``outputs`` folder.
 
     Returns the artifact's folder, ``outputs/<model.name>/<name>/kmeans``. Raises UserError if the
-    artifact exists, the model or the data is not supported, held-out text is also training text,
-    there are more buckets than keys, the keys do not fit into memory, or the engine is Faiss and it
-    is not installed.
+    artifact, or layers of an earlier run with other settings exist, the model or the data is not
+    supported, held-out text is also training text, there are more buckets than keys, the keys do
+    not fit into memory, or the engine is Faiss and it is not installed.
     """
     folder = cfg.folder / "kmeans"
     artifacts.check_writable(folder, cfg.overwrite)
@@ -61,16 +61,17 @@ def fit_kmeans(cfg: FitKMeansConfig) -> Path:
         cfg.data, described.tokenizer, seed=cfg.seed, num_chunks=cfg.kmeans.num_prompts
     )
     check_num_keys(cfg, len(chunks))
+    settings = {"kmeans": kmeans_settings, "data": chunks.fingerprint, "seed": cfg.seed}
+    layers = cfg.folder / "runs" / "kmeans" / "layers"
+    if not cfg.starts_again:
+        check_parts(layers, settings | {"model": described.fingerprint})
 
     ranks = distributed.init_process_state(device)
     loaded = described.load()
     check_memory(cfg, loaded.model, len(chunks), ranks.num_processes)
-    settings = {"kmeans": kmeans_settings, "data": chunks.fingerprint, "model": loaded.fingerprint}
-    settings |= {"dtype": str(loaded.model.dtype), "seed": cfg.seed}
+    settings |= {"model": loaded.fingerprint, "dtype": str(loaded.model.dtype)}
     with ranks.main_process_first():  # it removes parts that were made with other settings
-        parts = FinishedParts(
-            cfg.folder / "runs" / "kmeans" / "layers", settings, resume=cfg.resume
-        )
+        parts = FinishedParts(layers, settings, replace=cfg.starts_again)
     ranks.wait_for_everyone()
     own_layers = models.served_layers(loaded.model.config)[
         ranks.process_index :: ranks.num_processes

@@ -35,9 +35,9 @@ from msattn.trainer.methods.classifier.qmodel import QModel, routing_warning
 from msattn.trainer.methods.classifier.targets import TargetCache
 from msattn.trainer.methods.key_thresholds import KEY_CALIBRATION_CHUNKS, calibrate_keys
 from msattn.trainer.progress import estimate
-from msattn.trainer.storage.parts import FinishedParts, layer_part
+from msattn.trainer.storage.parts import FinishedParts, check_parts, layer_part
 from msattn.trainer.training import distributed
-from msattn.trainer.training.checkpoints import resume_settings
+from msattn.trainer.training.checkpoints import check_start, resume_settings
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.tracker import Tracker
 
@@ -85,6 +85,7 @@ def train_qmodel(cfg: TrainQModelConfig) -> Path:
         num_chunks=cfg.qmodel.num_prompts,
         num_heldout=HELDOUT_PROMPTS,
     )
+    _check_start(cfg, partition, text, heldout_text, described.fingerprint)
     loaded = described.load()
     artifacts.check_model(partition.artifact.manifest, loaded.fingerprint)
     ranks = distributed.init_process_state(device)
@@ -123,11 +124,52 @@ def _load_partition(cfg: TrainQModelConfig) -> KMeans:
     return KMeans.load(source)
 
 
+def _work(cfg: TrainQModelConfig) -> Path:
+    return cfg.folder / "runs" / "qmodel"
+
+
+def _settings(
+    cfg: TrainQModelConfig, partition: KMeans, text: data.Chunks, heldout_text: data.Chunks
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns what cached targets and trained layers depend on, besides the model."""
+    assert partition.artifact is not None
+    qmodel = asdict(cfg.qmodel)
+    of_cache = {
+        "qmodel": {key: value for key, value in qmodel.items() if key not in NOT_CACHED},
+        "data": [text.fingerprint, heldout_text.fingerprint],
+        "kmeans": partition.artifact.manifest["content_hash"],
+        "seed": cfg.seed,
+    }
+    of_training = resume_settings(cfg.train, cfg.seed, "adam", 1)
+    return of_cache, of_cache | {"qmodel": {**qmodel, "layers_at_once": None}, **of_training}
+
+
+def _check_start(
+    cfg: TrainQModelConfig,
+    partition: KMeans,
+    text: data.Chunks,
+    heldout_text: data.Chunks,
+    fingerprint: dict[str, Any],
+) -> None:
+    """Raises UserError if an earlier run has other settings, or checkpoints that are not
+    resumed.
+    """
+    work, of_model = _work(cfg), {"model": fingerprint}
+    of_cache, of_layers = _settings(cfg, partition, text, heldout_text)
+    if not cfg.starts_again:
+        check_parts(work / "layers", of_layers | of_model)
+    if cfg.resume:
+        check_parts(work / "cache", of_cache | of_model)
+    else:
+        for group in sorted(work.glob("layers_*")):
+            check_start(group / "checkpoints", {}, resume=False, overwrite=cfg.overwrite)
+
+
 class _Job:
     """The training of the classifiers of a partition.
 
-    Opens the parts of earlier runs; those that were made with other settings are removed, unless
-    the run resumes.
+    Opens the parts of earlier runs. Without ``resume``, cached targets of other settings are
+    removed; layers that were trained with other settings only with ``overwrite``.
     """
 
     def __init__(
@@ -141,26 +183,14 @@ class _Job:
     ) -> None:
         assert partition.artifact is not None
         self.cfg, self.partition = cfg, partition
-        self.work = cfg.folder / "runs" / "qmodel"  # of caches, checkpoints and metrics
-        of_targets = {
-            "qmodel": {
-                key: value for key, value in asdict(cfg.qmodel).items() if key not in NOT_CACHED
-            },
-            "data": [text.fingerprint, heldout_text.fingerprint],
-            "model": loaded.fingerprint,
-            "dtype": str(loaded.model.dtype),
-            "kmeans": partition.artifact.manifest["content_hash"],
-            "seed": cfg.seed,
-        }
-        of_training = {
-            "qmodel": {**asdict(cfg.qmodel), "layers_at_once": None},
-            **resume_settings(cfg.train, cfg.seed, "adam", 1),
-        }
+        self.work = _work(cfg)  # of caches, checkpoints and metrics
+        of_model = {"model": loaded.fingerprint, "dtype": str(loaded.model.dtype)}
+        # The layers that are finished have notes with their metrics and seconds.
+        of_cache, of_layers = _settings(cfg, partition, text, heldout_text)
         with ranks.main_process_first():
-            cached = FinishedParts(self.work / "cache", of_targets, resume=cfg.resume)
-            # The layers that are finished; the note of each has its metrics and seconds.
+            cached = FinishedParts(self.work / "cache", of_cache | of_model, replace=not cfg.resume)
             self.trained = FinishedParts(
-                self.work / "layers", of_targets | of_training, resume=cfg.resume
+                self.work / "layers", of_layers | of_model, replace=cfg.starts_again
             )
             for leftover in (
                 self.work.glob("layers_*") if ranks.is_main_process and not cfg.resume else ()

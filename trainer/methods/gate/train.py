@@ -1,7 +1,7 @@
 """``msattn train-gate``: trains the gates of a model and writes them as an artifact."""
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,12 @@ from msattn.trainer.methods.thresholds import (
 )
 from msattn.trainer.models.timing import seconds_of_pass
 from msattn.trainer.progress import estimate
-from msattn.trainer.training.checkpoints import describe_last_checkpoint
+from msattn.trainer.ranks import num_ranks
+from msattn.trainer.training.checkpoints import (
+    check_start,
+    describe_last_checkpoint,
+    resume_settings,
+)
 from msattn.trainer.training.distributed import init_process_state, rank_shard
 from msattn.trainer.training.loop import fit
 from msattn.trainer.training.pictures import save_maps
@@ -74,13 +79,14 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     )
     chunks, calibration = chunks.split_off(CALIBRATION_CHUNKS)
     data.warn_of_repeats(cfg.data, chunks, cfg.train.steps * cfg.train.batch_size)
+    work = cfg.folder / "runs" / folder.name
+    chooses_target = _check_start(cfg, gate, described.fingerprint, chunks, work)
     loaded = described.load()
     gate.to(loaded.model.device)
-    work = cfg.folder / "runs" / folder.name
     run_name = f"{cfg.model.name}-{folder.name}-{cfg.name}"
     with Tracker.of_job(cfg, "train-gate", folder=work, run_name=run_name) as tracker:
-        _print_estimate(cfg, gate, loaded.model, len(heldout))
-        if isinstance(gate, Gate) and _chooses(cfg, gate, "target"):
+        _print_estimate(cfg, gate, loaded.model, len(heldout), chooses_target)
+        if isinstance(gate, Gate) and chooses_target:
             choose_target(
                 gate, loaded.model, rank_shard(calibration, CALIBRATION_CHUNKS, each_rank=True)
             )
@@ -106,13 +112,39 @@ def train_gate(cfg: TrainGateConfig) -> Path:
     return folder
 
 
+def _check_start(
+    cfg: TrainGateConfig,
+    gate: Gate | DecodeGate,
+    fingerprint: dict[str, Any],
+    chunks: data.Chunks,
+    work: Path,
+) -> bool:
+    """Refuses earlier checkpoints that do not fit, and gives ``gate`` the target of those that the
+    job resumes; returns True if a target has yet to be chosen.
+    """
+    chooses_target = isinstance(gate, Gate) and _chooses(cfg, gate, "target")
+    known = resume_settings(
+        cfg.train, cfg.seed, "adamw", num_ranks(), _settings(cfg, gate, fingerprint, chunks)
+    )
+    if chooses_target:
+        del known["gate.target"]
+    found = check_start(work / "checkpoints", known, resume=cfg.resume, overwrite=cfg.overwrite)
+    if chooses_target and found:
+        gate.cfg = replace(gate.cfg, target=found["gate.target"])
+    return chooses_target and not found
+
+
 def _chooses(cfg: TrainGateConfig, gate: Gate, key: str) -> bool:
     """Returns True if a setting is not given, and chosen by what it does to predictions."""
     return getattr(cfg.gate, key) is None and can_choose(cfg.data.seq_len, gate)
 
 
 def _print_estimate(
-    cfg: TrainGateConfig, gate: Gate | DecodeGate, model: PreTrainedModel, num_heldout: int
+    cfg: TrainGateConfig,
+    gate: Gate | DecodeGate,
+    model: PreTrainedModel,
+    num_heldout: int,
+    chooses_target: bool,
 ) -> None:
     """Prints how long the whole job takes on a CPU, from a dense pass and one of training."""
     _, distiller, _ = PHASES[cfg.gate.phase]
@@ -124,7 +156,7 @@ def _print_estimate(
         return
     train, ranks = cfg.train, PartialState().num_processes
     parts = {f"{train.steps} steps": train.steps * train.batch_size / ranks * trained}
-    if isinstance(gate, Gate) and _chooses(cfg, gate, "target"):
+    if chooses_target:
         maps = CALIBRATION_CHUNKS * len(TARGETS) * (trained - dense)
         parts["choosing gate.target"] = num_passes(len(TARGETS)) * dense + maps
     if isinstance(gate, Gate) and _chooses(cfg, gate, "mean_weight"):
@@ -178,13 +210,6 @@ def _train(
     """Trains ``gate`` and returns the metrics of the artifact: losses and recalls over all layers,
     steps, seconds.
     """
-    identity = artifacts.identity(loaded.fingerprint)
-    settings = {
-        "gate": asdict(gate.cfg),
-        "model": identity,
-        "dtype": cfg.dtype,
-        "data": chunks.fingerprint,
-    }
     _, distiller, _ = PHASES[cfg.gate.phase]
     result = fit(
         distiller(gate, loaded.model),
@@ -195,12 +220,27 @@ def _train(
         device=loaded.model.device,
         seed=cfg.seed,
         resume=cfg.resume,
-        extra_settings=settings,
+        extra_settings=_settings(cfg, gate, loaded.fingerprint, chunks),
         evaluate=partial(_evaluate, gate, loaded, heldout, work / "maps", tracker),
     )
     return artifacts.without_layers(result.losses | result.metrics) | {
         "steps": result.steps,
         "seconds": result.seconds,
+    }
+
+
+def _settings(
+    cfg: TrainGateConfig,
+    gate: Gate | DecodeGate,
+    fingerprint: dict[str, Any],
+    chunks: data.Chunks,
+) -> dict[str, Any]:
+    """Returns the settings other than ``train`` that must be the same when training resumes."""
+    return {
+        "gate": asdict(gate.cfg),
+        "model": artifacts.identity(fingerprint),
+        "dtype": cfg.dtype,
+        "data": chunks.fingerprint,
     }
 
 
