@@ -87,7 +87,7 @@ def launched(here: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str
         steps.append((command, overrides[-1]))
         if interrupts and command == interrupts[-1]:
             interrupts.pop()
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt("stopped after step 2; resume=true continues from there")
         return [Path(command)]
 
     interrupts = ["fit-kmeans"]
@@ -113,7 +113,8 @@ def test_a_demo_says_what_it_will_do_and_continues_after_an_interruption(
     assert code == 130
     assert (
         err
-        == "msattn: interrupted: stopped; the same command with resume=true continues the demo\n"
+        == "msattn: interrupted: stopped after step 2; the same command with resume=true continues "
+        "the demo\n"
     )
     code, out, err = msattn("demo", steps, "resume=true")
     assert (code, err) == (0, "")

@@ -109,7 +109,9 @@ def test_an_interrupted_evaluation_continues_to_the_same_rows(
     assert set(measured) == {"measure", "prefill_samples", "decode_samples", "answer"}
 
 
-def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_rows_are_read_as_they_were_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, settings = tmp_path / "rows", {"seed": 0, "eval": {"ruler": {"lengths": (1, 2)}}}
     kept = PartialRows(folder, settings, resume=True)  # there is nothing to resume
     assert kept.get("ruler", 4096) is None
@@ -128,7 +130,14 @@ def test_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
     part.write_bytes(part.read_bytes()[:-1])
     assert len(PartialRows(folder, settings, resume=True)) == 0, "a damaged file is measured again"
     again.add([ROW], "needle")
+    capsys.readouterr()
     assert len(PartialRows(folder, settings, resume=False)) == 0
+    assert capsys.readouterr().err == (
+        f"msattn: {folder}, the rows of an interrupted evaluation, is removed; resume=true would "
+        "have continued it\n"
+    )
+    PartialRows(folder, settings, resume=False)
+    assert capsys.readouterr().err == ""
 
 
 def test_changed_text_is_another_setting(tmp_path: Path) -> None:

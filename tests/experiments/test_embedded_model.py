@@ -227,6 +227,9 @@ def test_resumed_recipe_gives_the_same_model(
         patch.setattr(WeightedLanguageModel, "forward", killed)
         with pytest.raises(RuntimeError, match="killed"):
             run_recipe(workspace, "cut")
+    says = r"was trained to step \d+; --resume continues it, another --out keeps both"
+    with pytest.raises(UserError, match=says):
+        run_recipe(workspace, "cut")
     cut = run_recipe(workspace, "cut", "--resume")
     assert (cut / "model" / "model.safetensors").read_bytes() == (
         whole / "model" / "model.safetensors"

@@ -15,7 +15,11 @@ from torch.utils.data import Dataset
 
 from msattn.trainer.config import TrainConfig
 from msattn.trainer.errors import TrainingDiverged, UserError
-from msattn.trainer.training.checkpoints import TrainingResult, newest_checkpoint
+from msattn.trainer.training.checkpoints import (
+    TrainingResult,
+    check_start,
+    newest_checkpoint,
+)
 from msattn.trainer.training.distributed import rank_shard
 from tests.running import metrics_lines
 from tests.training import small
@@ -178,6 +182,20 @@ def test_resuming_with_other_settings_is_refused(tmp_path: Path) -> None:
     wider = nn.ModuleDict({"other": nn.Linear(2, 2)})
     with pytest.raises(UserError, match="does not fit the module"):
         run(wider, tmp_path, train, resume=True, extra_settings=job)
+
+
+def test_damaged_markers_are_refused_before_the_work(tmp_path: Path) -> None:
+    run(Regression(), tmp_path, replace(TRAIN, steps=2, save_every=1))
+    checkpoints = tmp_path / "checkpoints"
+    (checkpoints / "checkpoint-2" / "complete.json").write_text("{")
+    found = check_start(checkpoints, {"train.lr": 0.01, "unknown": None}, resume=True)
+    assert found["train.steps"] == 2
+    (checkpoints / "checkpoint-1" / "complete.json").write_text("{")
+    says = (
+        r"no checkpoint is intact \(.*checkpoint-2.*\); overwrite=true without resume=true starts"
+    )
+    with pytest.raises(UserError, match=says):
+        check_start(checkpoints, {}, resume=True)
 
 
 def test_an_empty_dataset_is_refused(tmp_path: Path) -> None:

@@ -92,8 +92,9 @@ def demo(overrides: Sequence[str] = ()) -> Path:
         try:
             (folder,) = launch(command, [*arguments[command], *resume])
         except KeyboardInterrupt as stop:
+            step = str(stop).partition("; resume=true")[0] or "stopped"
             raise type(stop)(
-                f"{str(stop) or 'stopped'}; the same command with resume=true continues the demo"
+                f"{step}; the same command with resume=true continues the demo"
             ) from stop
         resume = []  # one step was interrupted, the others begin
         done.folders[command] = str(folder)
