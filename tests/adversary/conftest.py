@@ -27,5 +27,5 @@ def tries() -> Iterator[Tries]:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Sets how a phase decodes tokens."""
-    on = "msattn.trainer.serving.graphs.Step.device_type"
+    on = "msattn.trainer.serving.graphs.capture.Step.device_type"
     return lambda phase: monkeypatch.setattr(on, "cpu" if phase == "step" else "cuda")

@@ -29,7 +29,7 @@ from msattn.trainer.models.loading import load
 from msattn.trainer.models.rope import Rotation, cos_sin, inverse_frequencies, rotate, scale_rope
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.cache.install import can_crop
+from msattn.trainer.serving.contiguous.install import can_crop
 from tests.factory import FAMILIES as LLAMAS
 from tests.factory import (
     OTHER_FAMILIES,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from msattn.trainer.serving.cache import buffer
-from msattn.trainer.serving.graphs import Step
+from msattn.trainer.serving.contiguous import buffer
+from msattn.trainer.serving.graphs.capture import Step
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

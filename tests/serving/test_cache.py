@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from msattn.trainer.models.rope import KeysNotKnown
-from msattn.trainer.serving.cache.install import install_layers
-from msattn.trainer.serving.cache.layers import BucketLayer
+from msattn.trainer.serving.contiguous.install import install_layers
+from msattn.trainer.serving.contiguous.layers import BucketLayer
 from tests.factory import random_partition
 
 BUCKETS = 5

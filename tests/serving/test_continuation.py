@@ -19,7 +19,7 @@ from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.cache.layers import GrowingLayer
+from msattn.trainer.serving.contiguous.layers import GrowingLayer
 from tests.factory import (
     FAMILIES,
     ROPE_TYPES,

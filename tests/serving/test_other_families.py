@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from msattn.trainer.serving.fused import fused
+from msattn.trainer.serving.graphs.fused import fused
 from tests.factory import OTHER_FAMILIES, left_padded, random_tokens, tiny_model
 from tests.serving.decoding import close, generate
 from tests.sparse import BUCKETS, attached

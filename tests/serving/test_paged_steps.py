@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.serving.attach import Sparse, attach
-from msattn.trainer.serving.cache.pages import PagedState
-from msattn.trainer.serving.cache.passes import PagedPass
+from msattn.trainer.serving.paged.passes import PagedPass
+from msattn.trainer.serving.paged.state import PagedState
 from tests.factory import random_partition, tiny_model
 from tests.sparse import EVERY_BLOCK, gate_for
 

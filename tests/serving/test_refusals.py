@@ -10,7 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.inputs import check_inputs
+from msattn.trainer.serving.input_checks import check_inputs
 from tests.factory import random_tokens, tiny_config, tiny_model
 from tests.serving.decoding import ROUTED
 

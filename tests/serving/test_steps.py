@@ -15,7 +15,7 @@ from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import ModelWarning
 from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.graphs import Step
+from msattn.trainer.serving.graphs.capture import Step
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
 from tests.methods.gate.random_gates import random_decode_gate
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate

@@ -23,7 +23,7 @@ from msattn.trainer.methods.untrained.routers.twilight import TopPKeys
 from msattn.trainer.methods.untrained.routers.window import WindowBlocks
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.cache.install import install_layers
+from msattn.trainer.serving.contiguous.install import install_layers
 from msattn.trainer.serving.routed import RoutedDecoding
 from msattn.trainer.serving.statistics import Statistics
 from tests.factory import left_padded, random_partition, random_tokens, tiny_model

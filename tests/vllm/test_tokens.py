@@ -11,8 +11,8 @@ from vllm.sampling_params import SamplingParams
 from msattn.trainer import models
 from msattn.trainer.config import ModelConfig
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.cache.pages import PagedState, PromptChunk
 from msattn.trainer.serving.engines.vllm.backend import clear_stats, stats
+from msattn.trainer.serving.paged.state import PagedState, PromptChunk
 from tests.factory import prompts_of
 from tests.serving.paged.batches import alone
 from tests.vllm.engines import EVERY_KEY, NEW, OPTIONS, answers, cached_tokens, engine

@@ -24,7 +24,7 @@ from msattn.trainer.models.loading import config_and_tokenizer
 from msattn.trainer.models.timing import TokenClock
 from msattn.trainer.serving.build import check_options
 from msattn.trainer.serving.dispatch import Dispatch
-from msattn.trainer.serving.loading import load_router
+from msattn.trainer.serving.load_artifacts import load_router
 from msattn.trainer.serving.options import AttachOptions
 from msattn.trainer.training.tracker import Tracker
 

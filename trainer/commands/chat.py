@@ -33,7 +33,7 @@ from msattn.trainer.models.chat import Messages, around_prompt, common_prefix, e
 from msattn.trainer.models.ends import end_tokens
 from msattn.trainer.progress import report
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.cache.install import can_crop
+from msattn.trainer.serving.contiguous.install import can_crop
 
 HELP = """\
 /reset   forgets the conversation

@@ -58,7 +58,7 @@ def check_libraries() -> None:
     """
     if missing := [name for name in EXTRA if find_spec(name) is None]:
         raise UserError(f"serve: {missing[0]} is not installed; pip install 'msattn[serve]'")
-    from msattn.trainer.serving.paged import check_version
+    from msattn.trainer.serving.paged.attention import check_version
 
     check_version("serve")
     if num_ranks() > 1:
@@ -84,7 +84,7 @@ def _serve(cfg: ServeConfig, api_key: str | None, bound: socket.socket, where: s
     from msattn.trainer.commands.answers import describe, find_served, tracked
     from msattn.trainer.models.chat import around_prompt
     from msattn.trainer.serving.attach import attach
-    from msattn.trainer.serving.engines.http.cache import check_limits
+    from msattn.trainer.serving.engines.http.cache_size import check_limits
     from msattn.trainer.serving.engines.http.engine import check_served
 
     served = None if cfg.dense else find_served(cfg, check_served)

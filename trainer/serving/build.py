@@ -34,7 +34,7 @@ from msattn.trainer.models.parallel import ModelShard
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.serving.dispatch import Dispatch
-from msattn.trainer.serving.loading import check_selection, load_router
+from msattn.trainer.serving.load_artifacts import check_selection, load_router
 from msattn.trainer.serving.options import AttachOptions
 from msattn.trainer.serving.routed import RoutedDecoding
 from msattn.trainer.serving.sparse import Sparse

@@ -16,9 +16,9 @@ from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
 from msattn.trainer.models.families import check_length, served_layers
 from msattn.trainer.models.replacement import NotCopied, replaced
 from msattn.trainer.models.tap import PAGES, is_tapped
-from msattn.trainer.serving.cache.install import install_layers
-from msattn.trainer.serving.cache.layers import BucketLayer
-from msattn.trainer.serving.inputs import check_held, check_inputs, check_memory
+from msattn.trainer.serving.contiguous.install import install_layers
+from msattn.trainer.serving.contiguous.layers import BucketLayer
+from msattn.trainer.serving.input_checks import check_held, check_inputs, check_memory
 from msattn.trainer.serving.sparse import Sparse
 
 

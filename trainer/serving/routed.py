@@ -16,7 +16,7 @@ from msattn.trainer.models.layer_attention import (
     score_options,
     with_sinks,
 )
-from msattn.trainer.serving.cache.layers import REBUILD_EVERY, BucketLayer
+from msattn.trainer.serving.contiguous.layers import REBUILD_EVERY, BucketLayer
 from msattn.trainer.serving.statistics import Statistics
 
 # tokens after which the bucket index is rebuilt, if the dense window is as long

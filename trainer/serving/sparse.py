@@ -16,10 +16,14 @@ from msattn.trainer.models.layer_attention import (
 )
 from msattn.trainer.models.replacement import NotCopied
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
-from msattn.trainer.serving.cache.layers import BucketLayer, GrowingLayer
-from msattn.trainer.serving.cache.passes import PagedPass
+from msattn.trainer.serving.contiguous.layers import BucketLayer, GrowingLayer
 from msattn.trainer.serving.dispatch import BY_CHOICE, FALLBACK, Dispatch
-from msattn.trainer.serving.paged import CACHE_SHARE_OF_MEMORY, PagedAttention, check_version
+from msattn.trainer.serving.paged.attention import (
+    CACHE_SHARE_OF_MEMORY,
+    PagedAttention,
+    check_version,
+)
+from msattn.trainer.serving.paged.passes import PagedPass
 from msattn.trainer.serving.routed import visible_keys
 from msattn.trainer.serving.statistics import SparseStats, Statistics
 

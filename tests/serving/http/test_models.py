@@ -12,7 +12,7 @@ from msattn.trainer.commands import serve
 from msattn.trainer.commands.answers import find_served
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import Loaded, load
-from msattn.trainer.serving.engines.http import cache
+from msattn.trainer.serving.engines.http import cache_size
 from msattn.trainer.serving.engines.http.engine import check_served
 from tests.ending import ENDING_WITH, first_unique, saved
 from tests.factory import save_tokenizer, tiny_model
@@ -165,7 +165,7 @@ def test_a_model_that_cannot_be_batched_is_refused(
 def test_a_cache_that_is_not_possible_is_refused(
     small: Loaded, override: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "free_memory", lambda: 2**20)
+    monkeypatch.setattr(cache_size, "free_memory", lambda: 2**20)
     with pytest.raises(UserError, match=says), serve.server(small, configuration(override)):
         pass
 

@@ -17,9 +17,9 @@ from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.untrained.routers.random import RandomBuckets
 from msattn.trainer.models import tap
-from msattn.trainer.serving import steps
 from msattn.trainer.serving.attach import attach, disable, enable
 from msattn.trainer.serving.engines.whole_blocks import WholeBlocks
+from msattn.trainer.serving.graphs import steps
 from msattn.trainer.serving.statistics import Statistics
 from tests.factory import prompts_of, random_partition, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, answer, together
@@ -133,7 +133,7 @@ def test_configurations_that_cannot_be_served_are_refused(name: str) -> None:
 def test_other_versions_of_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     # A test that ran before may have imported transformers anew.
-    monkeypatch.setattr("msattn.trainer.serving.paged.transformers.__version__", "5.22.1")
+    monkeypatch.setattr("msattn.trainer.serving.paged.attention.transformers.__version__", "5.22.1")
     with attach_reading_all(model) as sparse:
         for call in (lambda: model.generate_batch(prompts_of(20), GREEDY), sparse.batching_config):
             with pytest.raises(

@@ -26,9 +26,9 @@ from msattn.trainer.methods.gate.question import QuestionScores
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.routers.random import RandomBuckets
 from msattn.trainer.models.tap import LayerInputs
-from msattn.trainer.serving import paged as attention
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.cache.bucket_sizes import BucketSizes
+from msattn.trainer.serving.paged import attention
+from msattn.trainer.serving.paged.kept_sizes import BucketSizes
 from tests.factory import prompts_of, random_partition, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, answer, together
 from tests.sparse import BLOCK, BUCKETS, EVERY_BLOCK, LAYERS, attach_reading_all, gate_for

@@ -19,9 +19,9 @@ from msattn.trainer.methods.gate.attn_gate import pool_keys as gate_pool_keys
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.cache.pages import PagedState, PromptChunk
-from msattn.trainer.serving.cache.passes import PagedPass, Sequences
-from msattn.trainer.serving.paged import PagedAttention
+from msattn.trainer.serving.paged.attention import PagedAttention
+from msattn.trainer.serving.paged.passes import PagedPass, Sequences
+from msattn.trainer.serving.paged.state import PagedState, PromptChunk
 from tests.factory import prompts_of, random_partition, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, answer, together
 from tests.sparse import BLOCK, EVERY_BLOCK, attach_reading_all, gate_for

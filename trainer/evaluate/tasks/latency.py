@@ -40,8 +40,8 @@ from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.loading import Described, Loaded
 from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, PhaseTimer, use_backend
-from msattn.trainer.serving.cache.install import can_crop
-from msattn.trainer.serving.fused import fused
+from msattn.trainer.serving.contiguous.install import can_crop
+from msattn.trainer.serving.graphs.fused import fused
 
 # Attaches a method; ``stats`` of what it yields returns the sparsity since the context began and,
 # with ``measure_time``, the seconds of each part.

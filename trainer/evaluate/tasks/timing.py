@@ -22,7 +22,7 @@ from msattn.trainer.methods.base import DENSE, RANDOM_WEIGHTS
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.serving.cache.install import install_layers
+from msattn.trainer.serving.contiguous.install import install_layers
 
 ALWAYS_DENSE = 10**9  # keys; no cache is as long
 TRANSFORMERS = DENSE.of("transformers")

@@ -25,8 +25,8 @@ from msattn.trainer.models.families import (
 from msattn.trainer.models.replacement import replaced
 from msattn.trainer.models.tap import BATCHED_IMPLEMENTATION, is_tapped
 from msattn.trainer.serving.engines.whole_blocks import WholeBlocks
-from msattn.trainer.serving.graphs import uncapturable
-from msattn.trainer.serving.paged import check_version
+from msattn.trainer.serving.graphs.capture import uncapturable
+from msattn.trainer.serving.paged.attention import check_version
 from msattn.trainer.serving.sparse import Sparse
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.engines.generate_batch import check_attached, check_layers
 from msattn.trainer.serving.engines.http.answers import ApiError, Logprobs
 from msattn.trainer.serving.engines.http.bodies import Body
-from msattn.trainer.serving.engines.http.cache import (
+from msattn.trainer.serving.engines.http.cache_size import (
     longest_request,
     paged_cache_config,
     pages_of,

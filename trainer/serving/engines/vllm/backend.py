@@ -17,7 +17,6 @@ from vllm.v1.attention.backend import (
 )
 
 from msattn.trainer.models.families import attention_layers
-from msattn.trainer.serving.cache.pages import PagedState
 from msattn.trainer.serving.engines.vllm.engine import (
     PAGE_SIZES,
     check_drafts,
@@ -27,8 +26,9 @@ from msattn.trainer.serving.engines.vllm.engine import (
     state_options,
 )
 from msattn.trainer.serving.engines.vllm.memory import account
-from msattn.trainer.serving.engines.vllm.passes import Metadata, cache_views
+from msattn.trainer.serving.engines.vllm.metadata import Metadata, cache_views
 from msattn.trainer.serving.engines.vllm.plugin import backend_name
+from msattn.trainer.serving.paged.state import PagedState
 from msattn.trainer.serving.sparse import Sparse
 
 

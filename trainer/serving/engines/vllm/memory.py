@@ -14,9 +14,9 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from msattn.trainer.models.families import attention_layers
-from msattn.trainer.serving.cache.pages import PagedState
 from msattn.trainer.serving.engines.vllm.engine import sparse_of_layers, state_options
-from msattn.trainer.serving.engines.vllm.passes import Metadata, cache_views
+from msattn.trainer.serving.engines.vllm.metadata import Metadata, cache_views
+from msattn.trainer.serving.paged.state import PagedState
 from msattn.trainer.serving.sparse import Sparse
 
 GIB = 2**30

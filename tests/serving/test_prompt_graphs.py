@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from msattn.trainer.serving import prompts
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.cache.install import install_layers
-from msattn.trainer.serving.prompts import PromptGraph, PromptGraphs
+from msattn.trainer.serving.contiguous.install import install_layers
+from msattn.trainer.serving.graphs import prompt_graphs
+from msattn.trainer.serving.graphs.prompt_graphs import PromptGraph, PromptGraphs
 from tests.factory import random_tokens, tiny_model
 from tests.serving.decoding import ROUTED, close
 from tests.sparse import gate_for
@@ -67,7 +67,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch, where: str) -> Iterator[None]:
     monkeypatch.setattr(PromptGraph, "begin", begin_emulated)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Emulated)
     monkeypatch.setattr(torch.cuda, "Event", NoEvent)
-    monkeypatch.setattr(prompts, "on_capture_stream", lambda device: nullcontext())
+    monkeypatch.setattr(prompt_graphs, "on_capture_stream", lambda device: nullcontext())
     yield
 
 
@@ -121,7 +121,7 @@ def test_what_is_not_a_graph(where: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert not graphs.serves({"input_ids": ids}, None)
         model(ids, past_key_values=cache)
         assert not graphs.serves({"input_ids": ids}, cache)  # it has tokens
-        monkeypatch.setattr(prompts, "MAX_TOKENS", 19)
+        monkeypatch.setattr(prompt_graphs, "MAX_TOKENS", 19)
         empty = DynamicCache(config=model.config)
         install_layers(empty, None, num_layers=len(empty.layers))
         assert graphs.serves({"input_ids": ids}, empty)

@@ -15,7 +15,7 @@ from msattn.trainer.config import GateConfig
 from msattn.trainer.methods.gate.attn_gate import pool_keys
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation, keys_before_rope
-from msattn.trainer.serving.cache.bucket_sizes import BucketSizes
+from msattn.trainer.serving.paged.kept_sizes import BucketSizes
 
 
 class PromptChunk(NamedTuple):

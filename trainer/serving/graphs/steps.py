@@ -3,8 +3,8 @@ passes.
 
 A step reads lengths from the device and writes new keys at a position stored on the device. It
 never synchronizes, and its tensors keep their addresses, so it can be captured
-(:mod:`msattn.trainer.serving.graphs`). Ordinary passes between steps enlarge buffers and rebuild
-the bucket index.
+(:mod:`msattn.trainer.serving.graphs.capture`). Ordinary passes between steps enlarge buffers and
+rebuild the bucket index.
 """
 
 import logging
@@ -27,8 +27,7 @@ from msattn.trainer.models.families import attention_layers, family_of
 from msattn.trainer.models.replacement import NotCopied, replaced
 from msattn.trainer.models.tap import left_padding
 from msattn.trainer.serving.dispatch import BY_CHOICE
-from msattn.trainer.serving.fused import FusedAttention, fused
-from msattn.trainer.serving.graphs import (
+from msattn.trainer.serving.graphs.capture import (
     CurrentStep,
     NoGraph,
     Step,
@@ -38,7 +37,8 @@ from msattn.trainer.serving.graphs import (
     side_stream,
     uncapturable,
 )
-from msattn.trainer.serving.prompts import PromptGraphs
+from msattn.trainer.serving.graphs.fused import FusedAttention, fused
+from msattn.trainer.serving.graphs.prompt_graphs import PromptGraphs
 from msattn.trainer.serving.sparse import Sparse
 
 # tensors of a step that change from token to token

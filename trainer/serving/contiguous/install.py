@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import Router
-from msattn.trainer.serving.cache.layers import (
+from msattn.trainer.serving.contiguous.layers import (
     REBUILD_EVERY,
     BlockLayer,
     BucketLayer,

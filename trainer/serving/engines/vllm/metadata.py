@@ -12,9 +12,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation
-from msattn.trainer.serving.cache.pages import PagedState
-from msattn.trainer.serving.cache.passes import PagedPass
-from msattn.trainer.serving.paged import PagedAttention
+from msattn.trainer.serving.paged.attention import PagedAttention
+from msattn.trainer.serving.paged.passes import PagedPass
+from msattn.trainer.serving.paged.state import PagedState
 
 
 @dataclass

@@ -18,8 +18,8 @@ from msattn.kernels.decoder_layer import gated_silu, rms_norm, rotate_and_append
 from msattn.trainer.models.families import family_of
 from msattn.trainer.models.replacement import NotCopied, replaced
 from msattn.trainer.models.tap import PAGES, TAP, LayerInputs
-from msattn.trainer.serving.cache.layers import GrowingLayer
-from msattn.trainer.serving.graphs import CurrentStep, NoGraph, Step, concurrently
+from msattn.trainer.serving.contiguous.layers import GrowingLayer
+from msattn.trainer.serving.graphs.capture import CurrentStep, NoGraph, Step, concurrently
 from msattn.trainer.serving.sparse import Sparse
 
 

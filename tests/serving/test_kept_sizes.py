@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from msattn.kernels.paged import paged_bucket_sizes
-from msattn.trainer.serving.cache.bucket_sizes import BucketSizes
+from msattn.trainer.serving.paged.kept_sizes import BucketSizes
 
 PAGE, PAGES, HEADS, BUCKETS, LAYERS = 4, 8, 2, 5, [1, 3]
 

@@ -21,8 +21,8 @@ from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
 from msattn.trainer.methods.key_blocks import block_of_keys
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation, keys_before_rope
-from msattn.trainer.serving.cache.buffer import Buffer
-from msattn.trainer.serving.cache.pooled_keys import PooledKeys
+from msattn.trainer.serving.contiguous.buffer import Buffer
+from msattn.trainer.serving.contiguous.pooled_keys import PooledKeys
 
 REBUILD_EVERY = 64
 ASSIGNED_AT_ONCE = 65536  # keys; bounds the memory of keys before RoPE

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from msattn.trainer.serving.cache.pages import AllocatedState, PagedState, PromptChunk
+from msattn.trainer.serving.paged.state import AllocatedState, PagedState, PromptChunk
 
 Rows = Tensor | slice
 

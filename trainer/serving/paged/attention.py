@@ -29,9 +29,9 @@ from msattn.trainer.models.families import served_layers
 from msattn.trainer.models.layer_attention import SIZES, LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import PAGES
-from msattn.trainer.serving.cache.pages import AllocatedState, PagedState
-from msattn.trainer.serving.cache.passes import PagedPass, PromptChunk, Prompts, Rows, Sequences
 from msattn.trainer.serving.dispatch import Decision, Dispatch
+from msattn.trainer.serving.paged.passes import PagedPass, PromptChunk, Prompts, Rows, Sequences
+from msattn.trainer.serving.paged.state import AllocatedState, PagedState
 from msattn.trainer.serving.routed import whole_window
 from msattn.trainer.serving.statistics import Statistics
 

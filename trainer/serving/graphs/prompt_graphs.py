@@ -20,8 +20,8 @@ from torch import Tensor
 
 from msattn.trainer.methods.blocks import shared_by_layers
 from msattn.trainer.models.replacement import NotCopied
-from msattn.trainer.serving.cache.layers import GrowingLayer
-from msattn.trainer.serving.graphs import captured, on_capture_stream, uncapturable
+from msattn.trainer.serving.contiguous.layers import GrowingLayer
+from msattn.trainer.serving.graphs.capture import captured, on_capture_stream, uncapturable
 from msattn.trainer.serving.statistics import Statistics
 
 # matrix products of a layer, 0.5 ms on an H100: larger ones take longer than their launches
