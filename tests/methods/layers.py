@@ -8,7 +8,7 @@ from msattn.kernels.common.block_bits import unpack_blocks
 from msattn.trainer.config import BlockSizes
 from msattn.trainer.methods.blocks import AlwaysRead, RowCandidates, candidate_blocks
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import Angles, LayerInputs, Scoring
 
 BLOCK = 16
 SHAPES = [  # queries, keys, left padding
@@ -38,9 +38,8 @@ def layer_inputs(
     q = q * 3  # sharper attention
     ones = torch.ones(1, num_queries, 16)
     return LayerInputs(
-        layer=layer, q=q, k=k, v=v, q_nope=q, k_nope=k[:, :, k.shape[2] - num_queries :], cos=ones,
-        sin=0 * ones, scale=0.25,
-        kv_start=testing.starts(padding), cache=None,
+        layer=layer, q=q, k=k, v=v, q_nope=q, k_nope=k[:, :, k.shape[2] - num_queries :],
+        angles=Angles(ones, 0 * ones), scoring=Scoring(0.25), kv_start=testing.starts(padding),
     )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ from msattn.trainer.methods.untrained.scores.mean_pool import MeanPool
 from msattn.trainer.methods.untrained.scores.oracle import Oracle
 from msattn.trainer.methods.untrained.scores.quest import Quest
 from msattn.trainer.methods.untrained.scores.xattention import XAttention
+from msattn.trainer.models.layer_attention import Pooled
 from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_model
 from tests.methods.gate.random_gates import noisy_gate, topical_tokens
 from tests.methods.layers import blocks_read, layer_inputs
@@ -286,7 +287,8 @@ def test_parts_of_the_heads_choose_what_all_of_them_do(
             gate.cfg.cached_pools, layer.k_nope, layer.k, block_size=16, start=layer.kv_start
         )
         for x, scores in itertools.product(
-            (layer, replace(layer, pooled_keys=pooled)), ("gate", "gate_question")
+            (layer, replace(layer, pooled=Pooled(pooled, layer.num_keys))),
+            ("gate", "gate_question"),
         ):
             selection = Selection.from_config(
                 SelectConfig("topk", scores=scores, sparsity=0.5), gate
@@ -319,7 +321,7 @@ def test_gates_select_what_policies_select_from_their_scores(
             gate.cfg.cached_pools, layer.k_nope, layer.k, block_size=sizes[1], start=layer.kv_start
         )
         last = {name: getattr(layer, name)[:, :, 64:] for name in ("q", "q_nope", "k_nope")}
-        chunk = replace(layer, **last, pooled_keys=pooled)
+        chunk = replace(layer, **last, pooled=Pooled(pooled, layer.num_keys))
         always = AlwaysRead(1, 1, dense_queries=10, short_rows=2)
         for x, policy in itertools.product((layer, chunk, replace(chunk, ends_prompt=False)), best):
             selection = Selection(policy, gate.scorer(scores), always, earlier=[TopK(0.7)] * 2)

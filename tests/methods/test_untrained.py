@@ -14,7 +14,7 @@ from msattn.trainer.methods.untrained.routers.lsh import BITS, TABLES, Colliding
 from msattn.trainer.methods.untrained.routers.quest import QuestBlocks
 from msattn.trainer.methods.untrained.routers.random import RandomBuckets
 from msattn.trainer.methods.untrained.routers.window import WindowBlocks
-from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import Angles, LayerInputs, Scoring
 
 LAYERS, KV_HEADS, HEADS, SIZE, BUCKETS = [1, 3], 2, 4, 16, 8
 
@@ -24,7 +24,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def inputs(k: Tensor, start: Tensor | None = None) -> LayerInputs:
-    return LayerInputs(1, k, k, k, k, k, k, k, 1.0, start, None)
+    return LayerInputs(1, k, k, k, k, k, Angles(k, k), Scoring(1.0), start)
 
 
 @pytest.mark.parametrize("padding", [None, [0, 60]])

@@ -65,14 +65,14 @@ def test_queries_and_keys_before_rope(family: str, rope: str) -> None:
     def attend(x: LayerInputs) -> Tensor:
         for before, after in ((x.q_nope, x.q), (x.k_nope, x.k)):
             torch.testing.assert_close(
-                rotate(before, x.cos, x.sin, **layout), after, rtol=1e-6, atol=1e-6
+                rotate(before, x.angles.cos, x.angles.sin, **layout), after, rtol=1e-6, atol=1e-6
             )
             torch.testing.assert_close(
-                unrotate(after, x.cos, x.sin, **layout), before, rtol=1e-5, atol=1e-5
+                unrotate(after, x.angles.cos, x.angles.sin, **layout), before, rtol=1e-5, atol=1e-5
             )
         if rotation is not None and x.rotates:
             torch.testing.assert_close(
-                rotation.invert(x.k, x.positions), x.k_nope, rtol=1e-5, atol=1e-5
+                rotation.invert(x.k, x.angles.positions), x.k_nope, rtol=1e-5, atol=1e-5
             )
         seen.append(x)
         return dense_attention(x)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
+from msattn.trainer.models.layer_attention import Angles
 from msattn.trainer.models.rope import KeysNotKnown
 from msattn.trainer.serving.contiguous.install import install_layers
 from msattn.trainer.serving.contiguous.layers import BucketLayer
@@ -45,7 +46,7 @@ def assign(layer: BucketLayer, keys: Tensor, new: Tensor, kv_start: Tensor | Non
         k_nope=new,
         num_keys=keys.shape[2],
         kv_start=kv_start,
-        positions=None,
+        angles=Angles(new, new),
         rotates=True,
     )
     layer.assign(x)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from msattn.trainer.models.layer_attention import LayerInputs
+from msattn.trainer.models.layer_attention import Angles, LayerInputs, Scoring
 from msattn.trainer.serving.attach import Sparse, attach
 from msattn.trainer.serving.paged.passes import PagedPass
 from msattn.trainer.serving.paged.state import PagedState
@@ -57,10 +57,10 @@ class Step:
         q, k, v = (x[:, :, : len(self.slots)] for x in self.qkv)
         cos = torch.ones(1, len(self.slots), SIZE, device=q.device)
         inputs = (
-            LayerInputs(layer, q, k, v, q, k, cos, cos, SIZE**-0.5, None, now)
+            LayerInputs(layer, q, k, v, q, k, Angles(cos, cos), Scoring(SIZE**-0.5))
             for layer in self.state.caches
         )
-        return torch.stack([self.sparse.paged.attend(x) for x in inputs])
+        return torch.stack([self.sparse.paged.attend(now, x) for x in inputs])
 
     def lengthen(self, lengths: list[int]) -> None:
         """Replaces the lengths in place, those of padding by 0."""

@@ -21,7 +21,7 @@ from msattn.trainer.methods.untrained.routers.quest import QuestBlocks
 from msattn.trainer.methods.untrained.routers.random import RandomBuckets
 from msattn.trainer.methods.untrained.routers.twilight import TopPKeys
 from msattn.trainer.methods.untrained.routers.window import WindowBlocks
-from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import Angles, LayerInputs, Scoring
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.contiguous.install import install_layers
 from msattn.trainer.serving.routed import RoutedDecoding
@@ -79,11 +79,13 @@ def decode(
     routed, out = routed_decoding(router, budget, statistics, **options), q
     for new in (part for part in (k[:, :, :-1], k[:, :, -1:]) if part.shape[2]):
         keys, values = layer.update(new, new.flip(-1))
-        x = LayerInputs(0, q, keys, values, q, new, q, q, 0.25, padding, layer, softcap=softcap)
+        x = LayerInputs(
+            0, q, keys, values, q, new, Angles(q, q), Scoring(0.25, softcap), padding, layer
+        )
         layer.assign(x)
         if new.shape[2] == 1:
             out = routed.attend(x, layer)
-    return out, statistics.key_counts(layer.keys), layer.window(RECENT)
+    return out, statistics.key_counts(len(k), k.shape[1], k.device), layer.window(RECENT)
 
 
 def keys_to_read(
@@ -220,7 +222,7 @@ def test_clusters_follow_a_cache() -> None:
     def append(count: int) -> LayerInputs:
         new = torch.randn(2, KV_HEADS, count, SIZE, generator=random, dtype=torch.float64)
         keys, values = layer.update(new, new.flip(-1))
-        x = LayerInputs(0, q, keys, values, q, new, q, q, 0.25, None, layer)
+        x = LayerInputs(0, q, keys, values, q, new, Angles(q, q), Scoring(0.25), None, layer)
         layer.assign(x)
         return x
 

@@ -5,7 +5,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
 from annotated_types import Ge, Interval
@@ -25,7 +25,18 @@ from msattn.trainer.models.parallel import ModelShard
 MAX_ROUTED_TOKENS = 32  # new tokens of a pass that each read buckets; more are a prompt
 PRESETS = ModelPresets()  # for routers whose manifest records nothing
 
-Sizes = Callable[[], Tensor]  # returns the numbers of keys in the buckets
+Sizes = Callable[[], Tensor]  # returns the numbers of keys in the buckets, [B, Hkv, C]
+
+
+class Buckets(Protocol):
+    """The buckets of a layer's cached keys, of which a router chooses some."""
+
+    @property
+    def summaries(self) -> Tensor | None:
+        """Summaries of blocks ``[B or 1, Hkv, P, S]``; None if the dense window holds every key."""
+
+    def sizes(self) -> Tensor:
+        """Returns the numbers of keys in the buckets, int32 ``[B, Hkv, C]``."""
 
 
 class Router(nn.Module, ABC):
@@ -146,7 +157,7 @@ class Router(nn.Module, ABC):
         self,
         x: LayerInputs,
         budget: Budget,
-        sizes: Sizes,
+        buckets: Buckets,
         *,
         window: int | Tensor = 0,
         by_head: bool = False,
@@ -154,9 +165,8 @@ class Router(nn.Module, ABC):
         """Returns the buckets that the newest token of each sequence reads: int32 ``[B, Hkv, L]``,
         -1 for none.
 
-        ``sizes`` returns the numbers of keys in the buckets, ``[B, Hkv, C]``. The last ``window``
-        keys, ``[B]`` or one number for all sequences, are always read. With ``by_head`` each query
-        head has its own buckets: ``[B, Hq, L]``.
+        The last ``window`` keys, ``[B]`` or one number for all sequences, are always read. With
+        ``by_head`` each query head has its own buckets: ``[B, Hq, L]``.
         """
 
     @abstractmethod
@@ -180,7 +190,7 @@ class Router(nn.Module, ABC):
         """Returns the buckets that queries with bucket ``scores [B, H, C]`` read: int32
         ``[B, H, L]``, -1 is none.
 
-        ``L`` depends only on shapes. A :class:`KeyShare` needs ``sizes``, see :meth:`visit`.
+        ``L`` depends only on shapes. A :class:`KeyShare` needs ``sizes``.
         """
         if isinstance(budget, Probes):
             return self.best(scores, budget.most)
@@ -245,13 +255,13 @@ class BucketRouter(Router):
         self,
         x: LayerInputs,
         budget: Budget,
-        sizes: Sizes,
+        buckets: Buckets,
         *,
         window: int | Tensor = 0,
         by_head: bool = False,
     ) -> Tensor:
         score = self.head_scores if by_head else self.scores
-        return self.choose(score(x.layer, x.q_nope, x.q), budget, sizes)
+        return self.choose(score(x.layer, x.q_nope, x.q), budget, buckets.sizes)
 
     def buckets_of_keys(self, x: LayerInputs) -> tuple[Tensor, int]:
         return self.assign(x.layer, x.k_nope, x.k), self.num_buckets

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from msattn.trainer.methods.buckets import Router, Sizes, queries_at
+from msattn.trainer.methods.buckets import Buckets, Router, queries_at
 from msattn.trainer.methods.budgets import Budget
 from msattn.trainer.models.layer_attention import LayerInputs
 
@@ -62,16 +62,15 @@ class BlockRouter(Router):
         self,
         x: LayerInputs,
         budget: Budget,
-        sizes: Sizes,
+        buckets: Buckets,
         *,
         window: int | Tensor = 0,
         by_head: bool = False,
     ) -> Tensor:
-        if x.cache.summaries is None:  # the dense window holds every key
+        if (summaries := buckets.summaries) is None:
             return x.q.new_empty(len(x.q), (x.q if by_head else x.k).shape[1], 0, dtype=torch.int32)
-        return self.choose(
-            self.far_scores(x, x.cache.summaries, window, by_head=by_head), budget, sizes
-        )
+        scores = self.far_scores(x, summaries, window, by_head=by_head)
+        return self.choose(scores, budget, buckets.sizes)
 
     def buckets_of_keys(self, x: LayerInputs) -> tuple[Tensor, int]:
         blocks = block_of_keys(0, x.num_keys, None, self.block_size, x.k.device)

@@ -37,7 +37,7 @@ def last_masses(x: LayerInputs, last_queries: int, block_size: int) -> Tensor:
     if x.q.is_cuda:
         with torch.cuda.device_of(x.q):
             return block_masses.launch(
-                x.q[:, :, -last_queries:], x.k, x.kv_start, block_size, x.scale, x.softcap
+                x.q[:, :, -last_queries:], x.k, x.kv_start, block_size, x.scale, x.scoring.softcap
             )
     seen = last_attention(x, last_queries, block_size)
     return torch.cat([mass.unflatten(-1, (-1, block_size)).sum(-1) for mass in seen], dim=1)

@@ -6,8 +6,7 @@ inputs of the layer, so that no caller forgets how its scores are modified.
 """
 
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +20,47 @@ from msattn.kernels.maxpool_attention import maxpool_attention
 from msattn.kernels.types import MaxPoolAttention, SparseAttention
 from msattn.trainer.config.sizes import BlockSizes
 
+if TYPE_CHECKING:
+    from transformers.cache_utils import CacheLayerMixin
+
 SIZES = BlockSizes(64, 64)  # of blocks whose sizes do not matter
+ALL = slice(None)
+
+
+class Angles(NamedTuple):
+    """The rotations of the current tokens."""
+
+    # [B or 1, N, r], of the r channels that rotate; r is 0 in a layer without RoPE
+    cos: Tensor
+    sin: Tensor
+    positions: Tensor | None = None  # int64 [B or 1, N]
+
+    def part(self, rows: slice = ALL, tokens: slice = ALL) -> "Angles":
+        """Returns those of some of the rows, unless all rows share them, and of some tokens."""
+
+        def own(x: Tensor) -> Tensor:
+            return x[:, tokens] if len(x) == 1 else x[rows, tokens]
+
+        positions = None if self.positions is None else own(self.positions)
+        return Angles(own(self.cos), own(self.sin), positions)
+
+
+class Scoring(NamedTuple):
+    """Options of a layer's scores."""
+
+    scale: float
+    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
+    # [Hq], a logit of each query head that takes part in the softmax without a value
+    sinks: Tensor | None = None
+
+
+class Pooled(NamedTuple):
+    """The keys of a sequence as gates score them, which stand for the keys of a cache."""
+
+    keys: Tensor  # fp32 [B, Hkv, Tc, P], of all blocks
+    num_keys: int
+    # keys of the cache that the last prompt or earlier passes brought; None: all
+    prompt_keys: int | None = None
 
 
 @dataclass(frozen=True)
@@ -39,44 +78,31 @@ class LayerInputs:
     v: Tensor  # [B, Hkv, M, D]
     q_nope: Tensor  # [B, Hq, N, D]
     k_nope: Tensor  # [B, Hkv, N, D]
-    # [B or 1, N, r], of the current tokens and of the r channels that rotate; r is 0 in a layer
-    # without RoPE
-    cos: Tensor
-    sin: Tensor
-    scale: float  # scale of the scores
+    angles: Angles
+    scoring: Scoring
     # int32 [B], number of padded positions before each sequence; None without padding
-    kv_start: Tensor | None
-    cache: Any  # this layer's cache (transformers' ``CacheLayerMixin``), already updated, or None
-    positions: Tensor | None = None  # int64 [B or 1, N], of the current tokens in RoPE
-    # fp32 [B, Hkv, Tc, P], of all blocks, for gates after cached tokens
-    pooled_keys: Tensor | None = None
+    kv_start: Tensor | None = None
+    cache: "CacheLayerMixin | None" = None  # of this layer, already updated
+    pooled: Pooled | None = None  # for gates after cached tokens
     # int32 [B], number of filled positions of k and v, if they have free ones
     kv_len: Tensor | None = None
-    # limit of the scores, which become softcap * tanh(score / softcap)
-    softcap: float | None = None
-    # [Hq], a logit of each query head that takes part in the softmax without a value
-    sinks: Tensor | None = None
-    # keys of the cache that the last prompt or earlier passes brought; None: all
-    prompt_keys: int | None = None
     # of the layer, if these are only a part of its heads
-    kv_heads: slice = field(default_factory=partial(slice, None))
+    kv_heads: slice = field(default_factory=lambda: ALL)
     # the last token is the last one of a prompt; False in its chunks before
     ends_prompt: bool = True
 
     def capped(self, scores: Tensor) -> Tensor:
         """Returns scaled scores with the layer's soft cap."""
-        return scores if self.softcap is None else self.softcap * (scores / self.softcap).tanh()
+        limit = self.scoring.softcap
+        return scores if limit is None else limit * (scores / limit).tanh()
 
     def sequence(self, b: int) -> "LayerInputs":
         """Returns the inputs of sequence ``b`` of a pass without a cache and without padding, as a
         batch of one.
         """
-        one = {name: getattr(self, name)[b : b + 1] for name in ("q", "k", "v", "q_nope", "k_nope")}
-        of_batch = {name: getattr(self, name) for name in ("cos", "sin", "positions")}
-        one |= {
-            name: x if x is None or len(x) == 1 else x[b : b + 1] for name, x in of_batch.items()
-        }
-        return replace(self, **one)
+        rows = slice(b, b + 1)
+        one = {name: getattr(self, name)[rows] for name in ("q", "k", "v", "q_nope", "k_nope")}
+        return replace(self, **one, angles=self.angles.part(rows))
 
     def of_heads(self, kv_heads: slice) -> "LayerInputs":
         """Returns the inputs of some of the key/value heads of the layer, and of the query heads
@@ -86,16 +112,21 @@ class LayerInputs:
         q_heads = slice(kv_heads.start * group, kv_heads.stop * group)
         part: dict[str, Any] = {name: getattr(self, name)[:, q_heads] for name in ("q", "q_nope")}
         part |= {name: getattr(self, name)[:, kv_heads] for name in ("k", "v", "k_nope")}
-        if self.pooled_keys is not None:
-            part["pooled_keys"] = self.pooled_keys[:, kv_heads]
-        if self.sinks is not None:
-            part["sinks"] = self.sinks[q_heads]
+        if self.pooled is not None:
+            part["pooled"] = self.pooled._replace(keys=self.pooled.keys[:, kv_heads])
+        if self.scoring.sinks is not None:
+            part["scoring"] = self.scoring._replace(sinks=self.scoring.sinks[q_heads])
         return replace(self, **part, kv_heads=kv_heads)
+
+    @property
+    def scale(self) -> float:
+        """Scale of the scores."""
+        return self.scoring.scale
 
     @property
     def rotates(self) -> bool:
         """Returns True if the layer has RoPE."""
-        return self.cos.shape[-1] > 0
+        return self.angles.cos.shape[-1] > 0
 
     @property
     def num_queries(self) -> int:
@@ -103,28 +134,30 @@ class LayerInputs:
 
     @property
     def num_keys(self) -> int:
-        return self.k.shape[2]
+        return self.k.shape[2] if self.pooled is None else self.pooled.num_keys
 
 
 def score_options(x: LayerInputs) -> dict[str, Any]:
     """Returns the arguments of operations that say how scores are computed and masked: scale,
     softcap, padding.
     """
-    return {"scale": x.scale, "softcap": x.softcap, "kv_start": x.kv_start}
+    return {"scale": x.scale, "softcap": x.scoring.softcap, "kv_start": x.kv_start}
 
 
 def with_sinks(x: LayerInputs, state: SparseAttention) -> SparseAttention:
     """Adds the layer's attention sinks to the softmax of a result; a sink counts as attention mass
     that is always read.
     """
-    return state if x.sinks is None else apply_sinks(state, x.sinks)
+    return state if x.scoring.sinks is None else apply_sinks(state, x.scoring.sinks)
 
 
 def block_map(x: LayerInputs, sizes: BlockSizes = SIZES, pool: str = "max") -> MaxPoolAttention:
     """Returns dense attention of a layer and its block map; see
     :func:`msattn.kernels.maxpool_attention.maxpool_attention`.
     """
-    options: dict[str, Any] = score_options(x) | sizes.arguments | {"pool": pool, "sinks": x.sinks}
+    options: dict[str, Any] = (
+        score_options(x) | sizes.arguments | {"pool": pool, "sinks": x.scoring.sinks}
+    )
     return maxpool_attention(x.q, x.k, x.v, **options)
 
 
@@ -132,7 +165,7 @@ def dense_attention(x: LayerInputs) -> Tensor:
     """Computes the attention of a layer over all keys, as the model does, differentiable:
     ``[B, Hq, N, D]``.
     """
-    if x.softcap is None and x.sinks is None:
+    if x.scoring.softcap is None and x.scoring.sinks is None:
         return causal_attention(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start)
     rows, cols = (-(-tokens // SIZES.queries) for tokens in (x.num_queries, x.num_keys))
     every = torch.ones(1, 1, rows, cols, dtype=torch.bool, device=x.q.device)
@@ -207,7 +240,7 @@ def decoded_attention(x: LayerInputs) -> SparseAttention:
     """Computes dense attention of one new token of each sequence, for inference; ``x.kv_len``
     limits the keys.
     """
-    cap = None if x.softcap is None else softcap(x.softcap)
+    cap = None if x.scoring.softcap is None else softcap(x.scoring.softcap)
     state = flash_decode(
         x.q, x.k, x.v, scale=x.scale, score_mod=cap, kv_start=x.kv_start, kv_len=x.kv_len
     )

@@ -101,12 +101,12 @@ def keys_before_rope(
     if first >= num_cached:
         return new
     last = min(end, num_cached)
-    if rotation is None or x.positions is None:
+    if rotation is None or x.angles.positions is None:
         raise KeysNotKnown(
             f"layer {x.layer}: {last - first} cached keys were rotated by angles that are not known"
         )
     distance = num_cached - torch.arange(first, last, device=x.k.device)
-    cached = rotation.invert(x.k[:, :, first:last], x.positions[:, :1] - distance)
+    cached = rotation.invert(x.k[:, :, first:last], x.angles.positions[:, :1] - distance)
     return torch.cat([cached, new], dim=2)
 
 

@@ -29,7 +29,13 @@ from msattn.trainer.models.families import (
     layer_kinds,
     max_length,
 )
-from msattn.trainer.models.layer_attention import LayerInputs, causal_attention, dense_attention
+from msattn.trainer.models.layer_attention import (
+    Angles,
+    LayerInputs,
+    Scoring,
+    causal_attention,
+    dense_attention,
+)
 from msattn.trainer.models.replacement import NotCopied
 
 if TYPE_CHECKING:
@@ -44,7 +50,7 @@ IMPLEMENTATION = "msattn_tap"
 #   names they cut queries and 4D masks.
 BATCHED_IMPLEMENTATION = "msattn_flash_tap"
 TAP = "msattn_tap"  # keyword that hands an attention function its layer's tap
-# keyword of a decoder whose cache is paged, which stands for the cache of each layer
+# keyword of a decoder whose cache is paged, with the attention of the pass
 PAGES = "msattn_pages"
 DENSE_IMPLEMENTATION = "msattn_dense"
 _entering = threading.Lock()  # if two threads attach one model, the second is refused
@@ -78,7 +84,7 @@ class _Pass(threading.local):
     position_embeddings: tuple[Tensor, Tensor] | None = None
     position_ids: Tensor | None = None
     past_key_values: Any = None
-    pages: Any = None
+    pages: Attend | None = None
 
     def clear(self) -> None:
         self.q_nope = self.k_nope = self.position_embeddings = self.position_ids = (
@@ -128,15 +134,12 @@ class _LayerTap(NotCopied):
         k: Tensor,
         v: Tensor,
         kv_start: Tensor | None,
-        scale: float,
-        *,
-        softcap: float | None,
-        sinks: Tensor | None,
+        scoring: Scoring,
     ) -> Tensor:
         layer: int = self.module.layer_idx
         current = self.current
-        cache = current.pages
-        if cache is None and current.past_key_values is not None:
+        attend, cache = current.pages or self.attend, None
+        if current.pages is None and current.past_key_values is not None:
             cache = current.past_key_values.layers[layer]
         if getattr(cache, "is_compileable", False):  # its keys would include free positions
             raise UserError(
@@ -144,24 +147,10 @@ class _LayerTap(NotCopied):
                 "(DynamicCache)"
             )
         q_nope, k_nope, cos, sin = self._before_rope(q, k)
-        inputs = LayerInputs(
-            layer,
-            q,
-            k,
-            v,
-            q_nope,
-            k_nope,
-            cos,
-            sin,
-            scale,
-            kv_start,
-            cache,
-            current.position_ids,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        angles = Angles(cos, sin, current.position_ids)
+        inputs = LayerInputs(layer, q, k, v, q_nope, k_nope, angles, scoring, kv_start, cache)
         current.clear()  # so that a layer's tensors are freed after its attention
-        return self.attend(inputs)
+        return attend(inputs)
 
     def _before_rope(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns queries and keys of the current tokens before RoPE, cos and sin."""
@@ -217,15 +206,8 @@ def _tapped_attention(
             f"attention_mask of shape {tuple(attention_mask.shape)}: expected a 2D mask [batch, "
             f"tokens]"
         )
-    out = msattn_tap(
-        query,
-        key,
-        value,
-        attention_mask,
-        scaling,
-        softcap=others.get("softcap"),
-        sinks=others.get("s_aux"),
-    )
+    scoring = Scoring(scaling, others.get("softcap"), others.get("s_aux"))
+    out = msattn_tap(query, key, value, attention_mask, scoring)
     return out.transpose(1, 2), None
 
 

@@ -1,7 +1,6 @@
 """Decoding attention over the buckets that a router chooses (SAAP, arXiv 2502.08246, section 5)."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from msattn.trainer.models.layer_attention import (
     score_options,
     with_sinks,
 )
-from msattn.trainer.serving.contiguous.layers import REBUILD_EVERY, BucketLayer
+from msattn.trainer.serving.contiguous.layers import REBUILD_EVERY, BucketLayer, IndexedBuckets
 from msattn.trainer.serving.statistics import Statistics
 
 # tokens after which the bucket index is rebuilt, if the dense window is as long
@@ -54,44 +53,53 @@ class RoutedDecoding:
         batch of queries over its keys.
         """
         if x.num_queries == 1:
-            return self._attend(x, whole_window(layer.window(self.recent), x.num_keys, short))
-        rows = []
+            window = whole_window(layer.window(self.recent), x.num_keys, short)
+            return self._attend(x, layer.buckets, window)
+        rows, buckets = [], layer.buckets
         for row in range(len(x.q)):
             queries = queries_as_batch(x, row)
             assert queries.kv_len is not None
             window = (queries.kv_len - layer.indexed).clamp(min=self.recent)
             window = whole_window(window, queries.kv_len, None if short is None else short[row])
-            rows.append(self._attend(queries, window).squeeze(2).transpose(0, 1))  # [Hq, N, D]
+            out = self._attend(queries, buckets.of_sequence(row), window)
+            rows.append(out.squeeze(2).transpose(0, 1))  # [Hq, N, D]
         return torch.stack(rows)
 
-    def _attend(self, x: LayerInputs, window: int | Tensor) -> Tensor:
-        visited, state = self._visit(x, window)
+    def _attend(self, x: LayerInputs, buckets: IndexedBuckets, window: int | Tensor) -> Tensor:
+        buckets = buckets.for_queries(len(x.q))
+        visited, state = self._visit(x, buckets, window)
         self.statistics.add_visible(visible_keys(x))
         if self.measure_recall:
-            dense = decode_attention(x, visited[:, : x.k.shape[1], :0], window=x.num_keys, sink=0)
+            none = visited[:, : x.k.shape[1], :0]
+            dense = decode_attention(x, buckets.index, none, window=x.num_keys, sink=0)
             self.statistics.add("decode_recall", attention_recall(state.lse, dense.lse))
         return state.out
 
-    def attend_step(self, x: LayerInputs, window: Tensor, short: Tensor | None) -> Tensor:
+    def attend_step(
+        self, x: LayerInputs, layer: BucketLayer, window: Tensor, short: Tensor | None
+    ) -> Tensor:
         """Like :meth:`attend`, for one new token of each sequence, without synchronizing with the
         device.
         """
         assert x.kv_len is not None
-        return self._visit(x, whole_window(window, x.kv_len, short))[1].out
+        buckets = layer.buckets.for_queries(len(x.q))
+        return self._visit(x, buckets, whole_window(window, x.kv_len, short))[1].out
 
-    def _visit(self, x: LayerInputs, window: int | Tensor) -> tuple[Tensor, SparseAttention]:
+    def _visit(
+        self, x: LayerInputs, buckets: IndexedBuckets, window: int | Tensor
+    ) -> tuple[Tensor, SparseAttention]:
         """Returns the visited buckets and the attention of one query per row; the kernel counts the
         keys that it reads.
         """
         with self.statistics.timed("selection"):
-            sizes = x.cache.sizes.expand(len(x.q), -1, -1)  # rows may be queries of one sequence
             visited = self.router.visit(
-                x, self.budget, lambda: sizes, window=window, by_head=self.independent
+                x, self.budget, buckets, window=window, by_head=self.independent
             )
-        counts = self.statistics.key_counts(x.k)
+        counts = self.statistics.key_counts(len(x.k), x.k.shape[1], x.k.device)
         with self.statistics.timed("attention"):
             decode = decode_query_heads if self.independent else decode_attention
-            return visited, decode(x, visited, window=window, sink=self.sink, counts=counts)
+            state = decode(x, buckets.index, visited, window=window, sink=self.sink, counts=counts)
+        return visited, state
 
 
 def whole_window(window: int | Tensor, keys: int | Tensor, short: Tensor | None) -> int | Tensor:
@@ -115,17 +123,20 @@ def visible_keys(x: LayerInputs) -> Tensor | int:
 
 
 def decode_attention(
-    x: LayerInputs, probes: Tensor, *, window: int | Tensor, sink: int, counts: Tensor | None = None
+    x: LayerInputs,
+    index: BucketIndex,
+    probes: Tensor,
+    *,
+    window: int | Tensor,
+    sink: int,
+    counts: Tensor | None = None,
 ) -> SparseAttention:
     """Computes the attention of one query per row, ``[B, Hq, 1, D]``, over the last ``window`` keys
     and the selected buckets.
 
-    ``x.cache`` is a :class:`BucketLayer` whose ``assign`` was called in this pass. With
-    :func:`queries_as_batch`, rows are queries of one of its sequences. ``probes`` are int32
-    ``[B, Hkv, L]`` without repeated buckets in a row; a ``window`` per row is int32 ``[B]``. The
-    number of keys read is added to ``counts``, int64 ``[B, Hkv]``.
+    ``probes`` are int32 ``[B, Hkv, L]`` without repeated buckets in a row; a ``window`` per row is
+    int32 ``[B]``. The number of keys read is added to ``counts``, int64 ``[B, Hkv]``.
     """
-    index = BucketIndex(*(part.expand(len(x.q), -1, -1) for part in x.cache.index))
     state = bucket_decode(
         x.q, x.k, x.v, index, probes, recent=window, sink=sink, kv_len=x.kv_len, distinct=True,
         counts=counts,
@@ -135,7 +146,13 @@ def decode_attention(
 
 
 def decode_query_heads(
-    x: LayerInputs, probes: Tensor, *, window: int | Tensor, sink: int, counts: Tensor | None = None
+    x: LayerInputs,
+    index: BucketIndex,
+    probes: Tensor,
+    *,
+    window: int | Tensor,
+    sink: int,
+    counts: Tensor | None = None,
 ) -> SparseAttention:
     """Computes :func:`decode_attention` with separate ``probes [B, Hq, L]`` for each query head.
 
@@ -146,9 +163,12 @@ def decode_query_heads(
     parts = []
     for member in range(group):
         own = slice(member, None, group)
-        queries = replace(x, q=x.q[:, own], sinks=None if x.sinks is None else x.sinks[own])
+        sinks = None if x.scoring.sinks is None else x.scoring.sinks[own]
+        queries = replace(x, q=x.q[:, own], scoring=x.scoring._replace(sinks=sinks))
         parts.append(
-            decode_attention(queries, probes[:, own], window=window, sink=sink, counts=counts)
+            decode_attention(
+                queries, index, probes[:, own], window=window, sink=sink, counts=counts
+            )
         )
     return SparseAttention(
         *(torch.stack(each, 2).flatten(1, 2) for each in zip(*parts, strict=True))
@@ -177,19 +197,4 @@ def queries_as_batch(x: LayerInputs, row: int) -> LayerInputs:
         kv_len=torch.arange(
             x.num_keys - queries + 1, x.num_keys + 1, dtype=torch.int32, device=x.q.device
         ),
-        cache=_OneRow(
-            BucketIndex(*(part[one] for part in x.cache.index)),
-            x.cache.sizes[one],
-            None if x.cache.summaries is None else x.cache.summaries[one],
-        ),
     )
-
-
-class _OneRow(NamedTuple):
-    """The index, the sizes of buckets and the summaries of one sequence of a
-    :class:`BucketLayer`.
-    """
-
-    index: BucketIndex
-    sizes: Tensor
-    summaries: Tensor | None

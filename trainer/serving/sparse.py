@@ -9,6 +9,7 @@ from torch import Tensor
 from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.models.layer_attention import (
     LayerInputs,
+    Pooled,
     attention_recall,
     block_map,
     decoded_attention,
@@ -23,7 +24,6 @@ from msattn.trainer.serving.paged.attention import (
     PagedAttention,
     check_version,
 )
-from msattn.trainer.serving.paged.passes import PagedPass
 from msattn.trainer.serving.routed import visible_keys
 from msattn.trainer.serving.statistics import SparseStats, Statistics
 
@@ -130,8 +130,6 @@ class Sparse(NotCopied):
             x = replace(x, **{name: getattr(x, name).to(x.v.dtype) for name in names})
             with torch.autocast(x.q.device.type, enabled=False):
                 return self.attend(x)
-        if isinstance(x.cache, PagedPass):
-            return self.paged.attend(x)
         dense = self.dispatch.tokens_until_routed(x.num_keys, len(x.q)) > 0
         # Also of prompts: the keys get their buckets now, while those before RoPE are at hand.
         layer = None if dense and self.rotation is not None else self._bucket_layer(x)
@@ -213,7 +211,7 @@ class Sparse(NotCopied):
                 )
         except KeysNotKnown:
             return None
-        return replace(x, pooled_keys=pooled)
+        return replace(x, pooled=Pooled(pooled, x.num_keys))
 
     def bucket_layers(self, cache: Any) -> list[BucketLayer]:
         """Returns the routed layers of a cache."""
@@ -235,4 +233,5 @@ class Sparse(NotCopied):
         routed = None if dense else self.dispatch.decide_tokens(x.layer, None, len(x.q)).attention
         if routed is None:
             return decoded_attention(x).out
-        return routed.attend_step(x, window, self._short_sequences(x, x.kv_len))
+        assert isinstance(x.cache, BucketLayer)
+        return routed.attend_step(x, x.cache, window, self._short_sequences(x, x.kv_len))

@@ -122,16 +122,14 @@ class Statistics:
         with self._lock:
             self._counts += counts
 
-    def key_counts(self, x: Tensor) -> Tensor:
-        """Returns the counter of the keys that are read from ``x [B, Hkv, M, D]``: int64
-        ``[B, Hkv]``, at a fixed address.
-        """
-        kind = (x.device, *x.shape[:2])
+    def key_counts(self, batch: int, kv_heads: int, device: torch.device) -> Tensor:
+        """Returns the counter of the keys that are read: int64 ``[B, Hkv]``, at a fixed address."""
+        kind = (device, batch, kv_heads)
         with self._lock:
             if kind not in self._key_counts:
                 with torch.inference_mode(False):
                     self._key_counts[kind] = torch.zeros(
-                        x.shape[:2], dtype=torch.int64, device=x.device
+                        batch, kv_heads, dtype=torch.int64, device=device
                     )
             return self._key_counts[kind]
 

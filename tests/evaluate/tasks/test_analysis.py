@@ -37,7 +37,7 @@ from msattn.trainer.evaluate.tasks.reads import keys_read
 from msattn.trainer.evaluate.tasks.recall import MethodRecall
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.classifier.kmeans import KMeans
-from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import Angles, LayerInputs, Scoring
 from tests.evaluate.runs import config
 from tests.factory import random_partition
 from tests.running import succeed
@@ -58,7 +58,7 @@ def layer_inputs(seed: int = 0, layer: int = 0) -> LayerInputs:
     q_nope = draw(HEADS * GROUP)
     k_nope = draw(HEADS)
     flat = torch.ones(1, LENGTH, SIZE)
-    return LayerInputs(layer, 2 * q, k, v, q_nope, k_nope, flat, flat, SIZE**-0.5, None, None)
+    return LayerInputs(layer, 2 * q, k, v, q_nope, k_nope, Angles(flat, flat), Scoring(SIZE**-0.5))
 
 
 def dense_weights(x: LayerInputs, head: int, position: int) -> Tensor:

@@ -28,7 +28,7 @@ from msattn.trainer.methods.gate.decode_distillation import (
 )
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.key_thresholds import calibrate_keys
-from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import Angles, LayerInputs, Scoring
 from msattn.trainer.serving.load_artifacts import load_router
 from msattn.trainer.serving.options import QMODEL
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
@@ -76,7 +76,9 @@ def inputs(
     """Inputs of layer 1, in which queries before RoPE are ``q_nope`` and keys before RoPE the
     negative keys.
     """
-    return LayerInputs(1, q, k, k, q if q_nope is None else q_nope, -k, q, q, 0.25, start, None)
+    return LayerInputs(
+        1, q, k, k, q if q_nope is None else q_nope, -k, Angles(q, q), Scoring(0.25), start
+    )
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(7, 1), (4, 2)])

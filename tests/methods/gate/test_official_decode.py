@@ -12,10 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from msattn.kernels.pool_blocks import pool_blocks
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.official import import_gate
 from msattn.trainer.models import rope
+from msattn.trainer.models.layer_attention import Pooled
 from msattn.trainer.serving.attach import attach
 from tests.factory import inputs_of_layers, random_tokens, tiny_model
 from tests.methods.gate.random_gates import BLOCK, rotated
@@ -193,9 +195,9 @@ def test_blocks_that_new_tokens_finish_are_rotated_at_their_last_key(
         gates[at] = DecodeGate.load(tmp_path / at)
     model, prompt = tiny_model("qwen3"), 3 * BLOCK + 4  # the prompt ends in the fourth block
     for x in inputs_of_layers(model, random_tokens(1, 6 * BLOCK)):
-        last, first = (
-            gates[at].summarize(replace(x, prompt_keys=prompt)) for at in ("last", "first")
-        )
+        keys = pool_blocks(x.k_nope, gates["last"].cfg.k_pool, block_size=BLOCK)
+        cached = Pooled(keys, x.num_keys, prompt)
+        last, first = (gates[at].summarize(replace(x, pooled=cached)) for at in ("last", "first"))
         torch.testing.assert_close(first, gates["last"].summarize(x))
         torch.testing.assert_close(last[:, :, :3], first[:, :, :3])
         # the product of two rotated vectors depends on the distance of their positions
@@ -210,7 +212,7 @@ def test_blocks_that_new_tokens_finish_are_rotated_at_their_last_key(
     monkeypatch.setattr(
         DecodeGate,
         "summarize",
-        lambda gate, x: found.append((x.prompt_keys, x.num_keys)) or summarize(gate, x),
+        lambda gate, x: found.append((x.pooled.prompt_keys, x.num_keys)) or summarize(gate, x),
     )
     with attach(model, qmodel=gates["last"], dense_below=0, recent=8, dense_layers=(0,)):
         model.generate(random_tokens(1, prompt), max_new_tokens=80, do_sample=False)  # pyrefly: ignore[not-callable]

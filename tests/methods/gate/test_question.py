@@ -19,7 +19,7 @@ from msattn.trainer.methods.gate.attn_gate import Gate, pool_keys
 from msattn.trainer.methods.gate.question import QuestionScores
 from msattn.trainer.methods.gate.train import gate_thresholds
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.models.tap import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs, Pooled
 from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_model
 from tests.methods.gate.random_gates import BLOCK, config, noisy_gate, topical_tokens
 
@@ -35,7 +35,7 @@ def attention_of_last(x: LayerInputs, b: int, head: int) -> dict[int, Tensor]:
     """Attention of the last queries of a sequence by their positions, fp64 over the positions up to
     each.
     """
-    pad = 0 if x.kv_start is None else int(x.kv_start[b])
+    pad, softcap = 0 if x.kv_start is None else int(x.kv_start[b]), x.scoring.softcap
     found = {}
     for query in range(max(0, x.num_queries - LAST), x.num_queries):
         position = query + x.num_keys - x.num_queries - pad
@@ -43,7 +43,7 @@ def attention_of_last(x: LayerInputs, b: int, head: int) -> dict[int, Tensor]:
             keys = x.k[b, head // (x.q.shape[1] // x.k.shape[1]), pad : pad + position + 1].double()
             logits = keys @ x.q[b, head, query].double() * x.scale
             found[position] = (
-                logits if x.softcap is None else x.softcap * (logits / x.softcap).tanh()
+                logits if softcap is None else softcap * (logits / softcap).tanh()
             ).softmax(0)
     return found
 
@@ -98,7 +98,7 @@ def test_scores_equal_their_definition(case: str) -> None:
         [random_tokens(1, length, seed)[0] for seed, length in enumerate(lengths)]
     )
     for x in inputs_of_layers(model, ids, attention_mask=mask):
-        x = replace(x, q=3 * x.q, **of_inputs)  # sharper attention
+        x = replace(x, q=3 * x.q, scoring=x.scoring._replace(**of_inputs))  # sharper attention
         expected = by_definition(gate, x)
         torch.testing.assert_close(QuestionScores(gate)(x).double(), expected, rtol=1e-4, atol=1e-6)
         for dtype in (torch.bfloat16, torch.float16):
@@ -120,7 +120,7 @@ def test_only_the_chunk_that_ends_a_prompt_knows_the_question() -> None:
         assert not Selection(TopK(sparsity=0.5), QuestionScores(gate)).needs_keys(earlier)
         pooled = pool_keys(gate.cfg.cached_pools, x.k_nope, x.k, block_size=BLOCK)
         last = {name: getattr(x, name)[:, :, 64:] for name in ("q", "q_nope", "k_nope")}
-        chunk = QuestionScores(gate)(replace(x, **last, pooled_keys=pooled))
+        chunk = QuestionScores(gate)(replace(x, **last, pooled=Pooled(pooled, x.num_keys)))
         torch.testing.assert_close(chunk, QuestionScores(gate)(x)[:, :, 4:], rtol=1e-4, atol=1e-6)
 
 
@@ -160,7 +160,11 @@ def test_whole_prompts_and_chunks_read_the_share_that_is_asked_for(share: float)
         }
         last = {name: getattr(x, name)[:, :, 40 * BLOCK :] for name in ("q", "q_nope", "k_nope")}
         pooled = pool_keys(gate.cfg.cached_pools, x.k_nope, x.k, block_size=BLOCK)
-        chunks = x, replace(x, **earlier, ends_prompt=False), replace(x, **last, pooled_keys=pooled)
+        chunks = (
+            x,
+            replace(x, **earlier, ends_prompt=False),
+            replace(x, **last, pooled=Pooled(pooled, x.num_keys)),
+        )
         for shares, chunk in zip(read.values(), chunks, strict=True):
             shares.append(1 - sparsity(selection.blocks(chunk), selection.candidates(chunk)).item())
     for name, shares in read.items():

@@ -268,18 +268,18 @@ def test_an_enabled_model_and_one_with_adapters() -> None:
 
 
 def test_statistics_leave_out_what_is_not_counted() -> None:
-    statistics = Statistics()
+    statistics, cpu = Statistics(), torch.device("cpu")
     for _ in range(2):
         statistics.add("sparsity", torch.tensor(0.5))
         statistics.add_visible(torch.tensor(10))
         statistics.add_visible(10, all_read=True)
-        statistics.key_counts(torch.zeros(1, 2, 1, 1)).add_(1)
+        statistics.key_counts(1, 2, cpu).add_(1)
         before = statistics.mean("sparsity"), statistics.share_of_keys()
         with statistics.unchanged():
             statistics.add("sparsity", torch.tensor(0.9))
             statistics.count("dense_by_choice")
             statistics.add_visible(torch.tensor(1000), all_read=True)
-            statistics.key_counts(torch.zeros(1, 2, 1, 1)).add_(7)
-            statistics.key_counts(torch.zeros(3, 2, 1, 1)).add_(7)
+            statistics.key_counts(1, 2, cpu).add_(7)
+            statistics.key_counts(3, 2, cpu).add_(7)
         assert (statistics.mean("sparsity"), statistics.share_of_keys()) == before == (0.5, 0.6)
         assert statistics.counts["dense_by_choice"] == 0

@@ -255,7 +255,7 @@ def bucket_attention_mass(
         num_buckets=num_buckets,
         causal=True,
         scale=x.scale,
-        softcap=x.softcap,
+        softcap=x.scoring.softcap,
         min_distance=method.recent - 1,
         q_pos=positions,
         k_pos=keys,
@@ -291,7 +291,7 @@ def decode_queries(
             recent=method.recent,
             sink=method.sink,
             scale=x.scale,
-            softcap=x.softcap,
+            softcap=x.scoring.softcap,
             kv_len=position + 1,
         )
         sparse = with_sinks(x, sparse)

@@ -19,7 +19,7 @@ from msattn.kernels.probe_buckets import probe_buckets
 from msattn.trainer import artifacts
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.buckets import BucketRouter, Sizes, layer_index
+from msattn.trainer.methods.buckets import BucketRouter, Buckets, layer_index
 from msattn.trainer.methods.budgets import Budget, KeyShare, Probability
 from msattn.trainer.methods.classifier.kmeans import KMeans, router_details
 from msattn.trainer.models.families import check_shape, num_kv_heads
@@ -191,17 +191,19 @@ class QModel(BucketRouter, artifacts.ArtifactModule):
         self,
         x: LayerInputs,
         budget: Budget,
-        sizes: Sizes,
+        buckets: Buckets,
         *,
         window: int | Tensor = 0,
         by_head: bool = False,
     ) -> Tensor:
         if by_head or isinstance(budget, Probability):
-            return super().visit(x, budget, sizes, window=window, by_head=by_head)
+            return super().visit(x, budget, buckets, window=window, by_head=by_head)
         queries = (x.q if self.rope else x.q_nope)[:, :, -1:]
         weights = self._folded_weights(layer_index(self.layers, x.layer), queries.dtype)
         density: dict[str, Any] = (
-            {"sizes": sizes(), "threshold": budget.density} if isinstance(budget, KeyShare) else {}
+            {"sizes": buckets.sizes(), "threshold": budget.density}
+            if isinstance(budget, KeyShare)
+            else {}
         )
         return probe_buckets(
             queries, *weights, kv_heads=self.kv_heads, probes=budget.most, **density

@@ -79,7 +79,7 @@ def layer_targets(
             num_buckets=partition.num_buckets,
             causal=cfg.causal,
             scale=x.scale,
-            softcap=x.softcap,
+            softcap=x.scoring.softcap,
             min_distance=min_distance,
             q_pos=positions,
         )

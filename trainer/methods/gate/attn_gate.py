@@ -318,8 +318,8 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
         mean-pooled queries and keys after RoPE, in one operation without gradients. ``Hg`` is the
         number of query heads or of key/value heads, by ``gate.heads``. ``given`` are further
         arguments of :func:`~msattn.kernels.gate_scores.gate_scores`: ``last_queries``, ``columns``
-        and the like. Where a cache keeps pooled keys, ``x.pooled_keys`` stand for all keys. Raises
-        ValueError as :meth:`logits`, without ``x.pooled_keys``.
+        and the like. Where a cache keeps pooled keys, ``x.pooled`` stand for all keys. Raises
+        ValueError as :meth:`logits`, without ``x.pooled``.
         """
         return gate_scores(**self._arguments(x), **given)
 
@@ -346,7 +346,7 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
 
     def _arguments(self, x: LayerInputs) -> dict[str, Any]:
         """Returns the arguments of the operations on gates."""
-        layer, cfg, pooled = cast(AttnGate, self.layers[x.layer]), self.cfg, x.pooled_keys
+        layer, cfg, pooled = cast(AttnGate, self.layers[x.layer]), self.cfg, x.pooled
         weight = cast(float, cfg.mean_weight)
         queries, keys = self._inputs(x)
         query_weight, key_weight = (
@@ -355,12 +355,14 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
         )
         if pooled is None:
             check_keys(x)
-            pooled = pool_keys(
+            pooled_keys = pool_keys(
                 cfg.cached_pools, keys, x.k, block_size=cfg.sizes.keys, start=x.kv_start
             )
+        else:
+            pooled_keys = pooled.keys
         return {
             "q": queries,
-            "pooled_k": pooled,
+            "pooled_k": pooled_keys,
             "query_weight": query_weight,
             "key_weight": key_weight,
             "inv_freq": self._inv_freq(x),

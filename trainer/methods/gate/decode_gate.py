@@ -174,11 +174,12 @@ class DecodeGate(BlockRouter, GateArtifact[KeyThresholds]):
     def summarize(self, x: LayerInputs) -> Tensor:
         """Returns the projected keys of each block: fp32 ``[B, Hkv, Tc, hidden]``, fp64 for fp64.
 
-        Raises ValueError if keys were cached before this pass and ``x.pooled_keys`` does not hold
+        Raises ValueError if keys were cached before this pass and ``x.pooled`` does not hold
         them.
         """
-        pooled = x.pooled_keys
-        if pooled is None:
+        if x.pooled is not None:
+            pooled = x.pooled.keys
+        else:
             check_keys(x)
             pooled = pool_blocks(
                 x.k_nope.detach(), self.cfg.k_pool, block_size=self.block_size, start=x.kv_start
@@ -192,9 +193,10 @@ class DecodeGate(BlockRouter, GateArtifact[KeyThresholds]):
         """Returns the RoPE positions of the blocks' pooled keys, ``[B | 1, blocks]``; None: the
         first positions.
         """
-        if self.finished_at == "first" or x.prompt_keys is None:
+        prompt_keys = None if x.pooled is None else x.pooled.prompt_keys
+        if self.finished_at == "first" or prompt_keys is None:
             return None
-        prompt = torch.full((1, 1), x.prompt_keys, device=x.k.device) - (
+        prompt = torch.full((1, 1), prompt_keys, device=x.k.device) - (
             0 if x.kv_start is None else x.kv_start[:, None]
         )
         first = self.block_size * torch.arange(blocks, device=x.k.device)

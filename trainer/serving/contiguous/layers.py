@@ -8,7 +8,7 @@ and none is counted twice.
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from msattn.kernels.types import BucketIndex
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
 from msattn.trainer.methods.key_blocks import block_of_keys
-from msattn.trainer.models.layer_attention import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs, Pooled
 from msattn.trainer.models.rope import Rotation, keys_before_rope
 from msattn.trainer.serving.contiguous.buffer import Buffer
 from msattn.trainer.serving.contiguous.pooled_keys import PooledKeys
@@ -167,6 +167,32 @@ class GrowingLayer(DynamicLayer):
         )
 
 
+class IndexedBuckets(NamedTuple):
+    """The buckets of cached keys: the index of the keys in them, their sizes and summaries."""
+
+    index: BucketIndex
+    counts: Tensor  # int32 [B, Hkv, C]
+    summaries: Tensor | None  # [B, Hkv, P, S], with free positions
+
+    def sizes(self) -> Tensor:
+        return self.counts
+
+    def of_sequence(self, row: int) -> "IndexedBuckets":
+        """Returns those of one sequence, as a batch of one."""
+        one = slice(row, row + 1)
+        return IndexedBuckets(
+            BucketIndex(*(part[one] for part in self.index)),
+            self.counts[one],
+            None if self.summaries is None else self.summaries[one],
+        )
+
+    def for_queries(self, queries: int) -> "IndexedBuckets":
+        """Returns those of a batch, or of one sequence for each of several queries."""
+        offsets, order = self.index
+        index = BucketIndex(offsets.expand(queries, -1, -1), order.expand(queries, -1, -1))
+        return IndexedBuckets(index, self.counts.expand(queries, -1, -1), self.summaries)
+
+
 class BucketLayer(GrowingLayer):
     """Keys, values and buckets of one layer, for inference; the bucket index is rebuilt every
     ``rebuild_every`` tokens.
@@ -208,6 +234,11 @@ class BucketLayer(GrowingLayer):
         none.
         """
         return None
+
+    @property
+    def buckets(self) -> IndexedBuckets:
+        """The buckets of the indexed keys."""
+        return IndexedBuckets(self.index, self.sizes, self.summaries)
 
     @property
     def index(self) -> BucketIndex:
@@ -364,14 +395,9 @@ class BlockLayer(BucketLayer):
 
     def _rebuild_index(self, x: LayerInputs, rotation: Rotation | None) -> None:
         """Builds index and summaries of all keys."""
-        x = replace(x, prompt_keys=self._prompt_keys)
         if self.partition.pools:
-            x = replace(
-                x,
-                pooled_keys=self.pool_keys(
-                    self.partition.pools, self.partition.block_size, x, rotation
-                ),
-            )
+            keys = self.pool_keys(self.partition.pools, self.partition.block_size, x, rotation)
+            x = replace(x, pooled=Pooled(keys, x.num_keys, self._prompt_keys))
         self._summaries.length = 0
         self._summaries.append(self.partition.summarize(x))
         self.num_buckets = self._summaries.capacity

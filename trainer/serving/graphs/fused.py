@@ -17,7 +17,7 @@ from msattn.kernels.common.checks import FLOATS
 from msattn.kernels.decoder_layer import gated_silu, rms_norm, rotate_and_append
 from msattn.trainer.models.families import family_of
 from msattn.trainer.models.replacement import NotCopied, replaced
-from msattn.trainer.models.tap import PAGES, TAP, LayerInputs
+from msattn.trainer.models.tap import PAGES, TAP, Angles, LayerInputs, Scoring
 from msattn.trainer.serving.contiguous.layers import GrowingLayer
 from msattn.trainer.serving.graphs.capture import CurrentStep, NoGraph, Step, concurrently
 from msattn.trainer.serving.sparse import Sparse
@@ -93,24 +93,22 @@ class FusedAttention(_Fused):
         position = cache_layer.get_seq_length() if step is None else step.position
         q = rotate_and_append(q_nope, k_nope, v, cos, sin, keys, values, position)
         kwargs[TAP].current.clear()  # the hooks have kept tensors for the original pass
-        of_layer = q_nope, k_nope, cos, sin, self.module.scaling
+        before_rope, scoring = (q_nope, k_nope), Scoring(self.module.scaling)
         if step is None:
             cache_layer.add_tokens(q.shape[2])
             start, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+            angles = Angles(cos, sin, positions)
             keys, values = (each[:, :, : cache_layer.get_seq_length()] for each in (keys, values))
-            x = LayerInputs(self.layer, q, keys, values, *of_layer, start, cache_layer, positions)
+            x = LayerInputs(
+                self.layer, q, keys, values, *before_rope, angles, scoring, start, cache_layer
+            )
             out = self.sparse.attend(x)
         else:
+            start, angles = step.kv_start, Angles(cos, sin)
             x = LayerInputs(
-                self.layer,
-                q,
-                keys,
-                values,
-                *of_layer,
-                step.kv_start,
-                cache_layer,
+                self.layer, q, keys, values, *before_rope, angles, scoring, start, cache_layer,
                 kv_len=step.kv_len,
-            )
+            )  # fmt: skip
             out = self.sparse.attend_step(x, step.window, dense=step.dense)
         return self.module.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:2], -1)), None
 

@@ -17,7 +17,6 @@ from msattn.kernels.common.block_checks import mask_layout
 from msattn.kernels.paged import (
     paged_block_sparse_attention,
     paged_bucket_decode,
-    paged_bucket_sizes,
     paged_flash_decode,
 )
 from msattn.kernels.paged.write import write_pages
@@ -26,11 +25,18 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.budgets import KeyShare
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.families import served_layers
-from msattn.trainer.models.layer_attention import SIZES, LayerInputs
+from msattn.trainer.models.layer_attention import SIZES, LayerInputs, Pooled
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.tap import PAGES
 from msattn.trainer.serving.dispatch import Decision, Dispatch
-from msattn.trainer.serving.paged.passes import PagedPass, PromptChunk, Prompts, Rows, Sequences
+from msattn.trainer.serving.paged.passes import (
+    PagedBuckets,
+    PagedPass,
+    PromptChunk,
+    Prompts,
+    Rows,
+    Sequences,
+)
 from msattn.trainer.serving.paged.state import AllocatedState, PagedState
 from msattn.trainer.serving.routed import whole_window
 from msattn.trainer.serving.statistics import Statistics
@@ -95,7 +101,8 @@ class PagedAttention:
             PagedPass.from_arguments(state, arguments, partial(self._is_sparse, state))
         )
         # transformers makes no mask where it gets one.
-        return {**arguments, PAGES: current, "attention_mask": torch.empty(1, 1, 0, 0)}
+        mask = torch.empty(1, 1, 0, 0)
+        return {**arguments, PAGES: partial(self.attend, current), "attention_mask": mask}
 
     def begin_tables(
         self, state: PagedState, *tables: Tensor, continued: Tensor | None = None
@@ -162,14 +169,12 @@ class PagedAttention:
                 state.release()
             self._states.clear()
 
-    def attend(self, x: LayerInputs) -> Tensor:
+    def attend(self, current: PagedPass, x: LayerInputs) -> Tensor:
         """Returns the attention of a layer for all tokens of a pass, ``[1, Hq, T, D]``; the values
         of padding have no meaning.
 
-        ``x.cache`` is the :class:`PagedPass`; keys and values of ``x`` are those of its tokens,
-        ``[1, Hkv, T, D]``.
+        Keys and values of ``x`` are those of its tokens, ``[1, Hkv, T, D]``.
         """
-        current: PagedPass = x.cache
         self._write(x, current)
 
         def attend(rows: Sequences | Prompts) -> Tensor:
@@ -216,7 +221,7 @@ class PagedAttention:
         """Returns the attention of the new tokens of sequences with one, ``[B, Hq, D]``."""
         q = _tokens(x.q, rows.tokens).unsqueeze(2)
         cache = PagedKeys(*current.state.caches[x.layer], rows.table, rows.kv_len)
-        scores: dict[str, Any] = {"scale": x.scale, "softcap": x.softcap}
+        scores: dict[str, Any] = {"scale": x.scale, "softcap": x.scoring.softcap}
         routed, dense_reason = self.dispatch.decide_tokens(x.layer, rows.longest, len(rows.kv_len))
         if routed is None:
             if dense_reason is not None:
@@ -227,22 +232,14 @@ class PagedAttention:
         if rows.window is None:
             short = self.dispatch.short_sequences(len(rows.kv_len), rows.kv_len)
             rows.window = whole_window(routed.recent, rows.kv_len, short)
-        keys = _placeholder(q, len(q), x.k.shape[1], 1)
-        queries = replace(x, q=q, q_nope=q_nope, k=keys, v=keys, kv_len=rows.kv_len)
-        buckets = current.state.buckets[x.layer]
-        sizes = partial(self._sizes, current.state, x.layer, rows)
-        probes = routed.router.visit(queries, routed.budget, sizes)
+        queries = replace(x, q=q, q_nope=q_nope, kv_len=rows.kv_len)
+        router = routed.router
+        buckets = PagedBuckets(current.state, x.layer, rows, router.num_buckets)
+        probes = router.visit(queries, routed.budget, buckets)
         return paged_bucket_decode(
-            q, cache, buckets, probes, recent=rows.window, sink=routed.sink, counts=counts, **scores
-        ).out.squeeze(2)
-
-    def _sizes(self, state: PagedState, layer: int, rows: Sequences) -> Tensor:
-        """Returns the numbers of keys in the buckets, int32 ``[B, Hkv, C]``."""
-        assert self.dispatch.routed is not None
-        where = (state.buckets[layer], rows.table, rows.kv_len)
-        if state.sizes is None or rows.counted_len is None:
-            return paged_bucket_sizes(*where, num_buckets=self.dispatch.routed.router.num_buckets)
-        return state.sizes.count(layer, *where, rows.counted_len)
+            q, cache, current.state.buckets[x.layer], probes, recent=rows.window,
+            sink=routed.sink, counts=counts, **scores,
+        ).out.squeeze(2)  # fmt: skip
 
     def _prompts(self, x: LayerInputs, current: PagedPass, prompts: Prompts) -> Tensor:
         """Returns the attention of all tokens of sequences with several, ``[T, Hq, D]``."""
@@ -266,7 +263,7 @@ class PagedAttention:
         return paged_block_sparse_attention(
             _tokens(x.q, prompts.tokens), cache, prompts.cu_queries, mask, max_queries=most,
             **sizes.arguments,
-            scale=x.scale, softcap=x.softcap,
+            scale=x.scale, softcap=x.scoring.softcap,
         ).out  # fmt: skip
 
     def _decided(self, state: PagedState, item: PromptChunk) -> Decision[Selection]:
@@ -290,19 +287,15 @@ class PagedAttention:
             name: getattr(x, name)[:, :, item.tokens]
             for name in ("q", "k", "v", "q_nope", "k_nope")
         }
-        angles = {name: getattr(x, name)[:, item.tokens] for name in ("cos", "sin")}
-        positions = None if x.positions is None else x.positions[:, item.tokens]
-        sequence = replace(x, **new, **angles, positions=positions, ends_prompt=item.ends_prompt)
+        angles = x.angles.part(tokens=item.tokens)
+        sequence = replace(x, **new, angles=angles, ends_prompt=item.ends_prompt)
         if self.dispatch.gate is not None:
-            sequence = replace(
-                sequence, pooled_keys=current.state.pool_keys(sequence, item, self.rotation)
-            )
-        if item.queries == item.keys:
+            pooled = Pooled(current.state.pool_keys(sequence, item, self.rotation), item.keys)
+            sequence = replace(sequence, pooled=pooled)
+        assert self.dispatch.selection is not None
+        if item.queries == item.keys or not self.dispatch.selection.needs_keys(sequence):
             return sequence
-        if self.dispatch.selection is not None and self.dispatch.selection.needs_keys(sequence):
-            k, v = current.state.keys(x.layer, item.table, 0, item.keys)
-        else:
-            k = v = _placeholder(x.q, 1, x.k.shape[1], item.keys)
+        k, v = current.state.keys(x.layer, item.table, 0, item.keys)
         return replace(sequence, k=k, v=v)
 
     def _state(self, cache: Any, config: Any) -> AllocatedState:
@@ -349,19 +342,12 @@ class PagedAttention:
         size share.
         """
         keys, _ = state.caches[min(state.caches)]
-        return self.statistics.key_counts(_placeholder(keys, state.requests, keys.shape[2], 1))
+        return self.statistics.key_counts(state.requests, state.kv_heads, keys.device)
 
 
 def _tokens(x: Tensor, tokens: Rows) -> Tensor:
     """Returns the ``tokens`` of ``x [1, H, T, D]``: ``[n, H, D]``."""
     return x[0].transpose(0, 1)[tokens]
-
-
-def _placeholder(like: Tensor, batch: int, heads: int, keys: int) -> Tensor:
-    """Returns a tensor ``[batch, heads, keys, D]`` without memory, used only for its number of
-    keys.
-    """
-    return like.new_empty(1).expand(batch, heads, keys, like.shape[-1])
 
 
 def _joined(masks: Sequence[Tensor], rows: int, columns: int) -> Tensor:

@@ -10,12 +10,13 @@ after another.
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from msattn.kernels.paged import paged_bucket_sizes
 from msattn.trainer.serving.paged.state import AllocatedState, PagedState, PromptChunk
 
 Rows = Tensor | slice
@@ -33,6 +34,24 @@ class Sequences:
     window: int | Tensor | None = None
     # int32 [B], number of keys that the cached bucket sizes count; None: sizes are not cached
     counted_len: Tensor | None = None
+
+
+class PagedBuckets(NamedTuple):
+    """The buckets of a layer's keys in the pages of sequences with one new token."""
+
+    state: PagedState
+    layer: int
+    rows: Sequences
+    num_buckets: int
+    summaries: None = None
+
+    def sizes(self) -> Tensor:
+        """Returns the numbers of keys in the buckets, int32 ``[B, Hkv, C]``."""
+        rows, kept = self.rows, self.state.sizes
+        where = (self.state.buckets[self.layer], rows.table, rows.kv_len)
+        if kept is None or rows.counted_len is None:
+            return paged_bucket_sizes(*where, num_buckets=self.num_buckets)
+        return kept.count(self.layer, *where, rows.counted_len)
 
 
 @dataclass

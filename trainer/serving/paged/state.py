@@ -147,7 +147,9 @@ class PagedState:
             older, _ = self.keys(x.layer, prompt.table, prompt.pooled * size, cached)
             keys = torch.cat([older, keys], dim=2)
         positions = torch.arange(cached, prompt.keys, device=keys.device)[None]
-        tail = keys_before_rope(replace(x, k=keys, positions=positions), 0, rotation)
+        tail = keys_before_rope(
+            replace(x, k=keys, angles=x.angles._replace(positions=positions)), 0, rotation
+        )
         new = pool_keys(self.gate.cached_pools, tail, keys, block_size=size)
         known, added = prompt.blocks[: prompt.pooled], prompt.blocks[prompt.pooled :]
         pooled[added] = new[0, :, : len(added)].transpose(0, 1)

@@ -51,7 +51,7 @@ def query_batches(
     own = slice(head * group, (head + 1) * group)
     q = x.q[0, own].float()
     k = x.k[0, head].float()
-    sinks = None if x.sinks is None else x.sinks[own].float()
+    sinks = None if x.scoring.sinks is None else x.scoring.sinks[own].float()
     keys = torch.arange(x.num_keys, device=device)
     size = max(1, BATCH_SCORES // (group * x.num_keys))
     for number, batch in enumerate(positions.to(device).split(size)):

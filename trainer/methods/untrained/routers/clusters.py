@@ -7,7 +7,7 @@ from torch import Tensor
 
 from msattn.kernels.nearest_centroid import bucket_sums
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.buckets import Sizes, bucket_sizes, queries_at
+from msattn.trainer.methods.buckets import Buckets, bucket_sizes, queries_at
 from msattn.trainer.methods.budgets import Budget
 from msattn.trainer.methods.key_blocks import NOT_FAR, block_products
 from msattn.trainer.methods.untrained.base import UntrainedBlocks
@@ -63,14 +63,14 @@ class KeyClusters(UntrainedBlocks):
         self,
         x: LayerInputs,
         budget: Budget,
-        sizes: Sizes,
+        buckets: Buckets,
         *,
         window: int | Tensor = 0,
         by_head: bool = False,
     ) -> Tensor:
-        if x.cache.summaries is None:
-            return super().visit(x, budget, sizes, by_head=by_head)
-        return self.choose(self._densities(x, x.q, x.cache.summaries, sizes(), by_head), budget)
+        if (means := buckets.summaries) is None:
+            return super().visit(x, budget, buckets, by_head=by_head)
+        return self.choose(self._densities(x, x.q, means, buckets.sizes(), by_head), budget)
 
     def buckets_of_keys(self, x: LayerInputs) -> tuple[Tensor, int]:
         clusters, means = self.cluster(x.k)

@@ -192,7 +192,8 @@ class Impl(AttentionImpl[Metadata]):
             return output.zero_()
         number = extract_layer_index(layer.layer_name)
         x = attn_metadata.inputs(number, query, key, value, scale=self.scale, softcap=self.softcap)
-        output[: attn_metadata.tokens] = attn_metadata.attention.attend(x)[0].transpose(0, 1)
+        out = attn_metadata.attention.attend(attn_metadata.current, x)
+        output[: attn_metadata.tokens] = out[0].transpose(0, 1)
         return output
 
     def warm_up(self, layer: Any, metadata: Metadata) -> None:

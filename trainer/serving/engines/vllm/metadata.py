@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from msattn.trainer.models.layer_attention import LayerInputs
+from msattn.trainer.models.layer_attention import Angles, LayerInputs, Scoring
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.paged.attention import PagedAttention
 from msattn.trainer.serving.paged.passes import PagedPass
@@ -56,21 +56,8 @@ class Metadata:
             q_nope, k_nope = (self.rotation.undo(x, cos, sin) for x in (q, k))
         else:
             cos, sin = cos[..., :0], sin[..., :0]
-        return LayerInputs(
-            layer,
-            q,
-            k,
-            v,
-            q_nope,
-            k_nope,
-            cos,
-            sin,
-            scale,
-            None,
-            self.current,
-            positions=self.positions,
-            softcap=softcap,
-        )
+        angles, scoring = Angles(cos, sin, self.positions), Scoring(scale, softcap)
+        return LayerInputs(layer, q, k, v, q_nope, k_nope, angles, scoring)
 
     def _begin(self) -> None:
         given, state, kv_len = self.given, self.state, self.given.seq_lens
