@@ -19,7 +19,7 @@ import msattn
 from msattn.trainer.artifacts import SHIPPED
 from msattn.trainer.embedded import EMBEDDED_MODEL
 from msattn.trainer.errors import ModelWarning, UserError
-from msattn.trainer.serving.sparse import Sparse
+from msattn.trainer.serving.attend import Sparse
 from tests.factory import random_tokens, tiny_config, tiny_model
 from tests.running import succeed
 

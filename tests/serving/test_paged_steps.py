@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from msattn.trainer.models.layer_attention import Angles, LayerInputs, Scoring
 from msattn.trainer.serving.attach import Sparse, attach
+from msattn.trainer.serving.dispatch import Decision
 from msattn.trainer.serving.paged.passes import PagedPass
 from msattn.trainer.serving.paged.state import PagedState
 from tests.factory import random_partition, tiny_model
@@ -60,7 +61,7 @@ class Step:
             LayerInputs(layer, q, k, v, q, k, Angles(cos, cos), Scoring(SIZE**-0.5))
             for layer in self.state.caches
         )
-        return torch.stack([self.sparse.paged.attend(now, x) for x in inputs])
+        return torch.stack([self.sparse.attend_pages(now, x) for x in inputs])
 
     def lengthen(self, lengths: list[int]) -> None:
         """Replaces the lengths in place, those of padding by 0."""
@@ -144,6 +145,7 @@ def test_prompts_that_follow_one_another_are_a_slice(
     with step(requests=len(LENGTHS)) as made:
         lengths = torch.tensor([8, 32, 192, 100], dtype=torch.int32)
         cu_queries = torch.tensor([0, *queries]).cumsum(0).int()
+        selection = made.sparse.dispatch.selection
         pages = offsets = torch.zeros(sum(queries), dtype=torch.long)
         now = PagedPass.from_tables(
             made.state,
@@ -152,7 +154,7 @@ def test_prompts_that_follow_one_another_are_a_slice(
             made.table,
             cu_queries,
             lengths,
-            is_sparse=lambda item: item.queries in sparse,
+            decide=lambda item: Decision(selection if item.queries in sparse else None),
         )
     got = [
         each.tokens if isinstance(each.tokens, slice) else each.tokens.tolist()

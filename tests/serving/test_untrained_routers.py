@@ -2,6 +2,7 @@
 fp64.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,9 +23,9 @@ from msattn.trainer.methods.untrained.routers.random import RandomBuckets
 from msattn.trainer.methods.untrained.routers.twilight import TopPKeys
 from msattn.trainer.methods.untrained.routers.window import WindowBlocks
 from msattn.trainer.models.layer_attention import Angles, LayerInputs, Scoring
-from msattn.trainer.serving.attach import attach
+from msattn.trainer.serving.attach import Sparse, attach
 from msattn.trainer.serving.contiguous.install import install_layers
-from msattn.trainer.serving.routed import RoutedDecoding
+from msattn.trainer.serving.dispatch import Dispatch, Routing
 from msattn.trainer.serving.statistics import Statistics
 from tests.factory import left_padded, random_partition, random_tokens, tiny_model
 from tests.methods.gate.random_gates import random_decode_gate
@@ -54,11 +55,15 @@ def products(q: Tensor, k: Tensor, softcap: float | None) -> Tensor:
     return scores if softcap is None else softcap * (scores / softcap).tanh()
 
 
-def routed_decoding(
+def routed_attention(
     router: Any, budget: Any, statistics: Statistics, **options: Any
-) -> RoutedDecoding:
-    options |= {"recent": RECENT, "sink": SINK, "layers": frozenset({0}), "measure_recall": False}
-    return RoutedDecoding(router=router, budget=budget, statistics=statistics, **options)
+) -> Callable[[LayerInputs, Any], Tensor]:
+    """Returns attention of new tokens, a function of a layer's inputs and its cache."""
+    options |= {"recent": RECENT, "sink": SINK, "layers": frozenset({0})}
+    routing = Routing(router=router, budget=budget, **options)
+    dispatch = Dispatch(None, routing, 0, lambda batch: 0)
+    made = Sparse(dispatch, statistics, rotation=None, kv_heads=KV_HEADS, measure_recall=False)
+    return lambda x, layer: made._new_tokens(x, layer, layer)
 
 
 def decode(
@@ -76,7 +81,7 @@ def decode(
     cache, statistics = DynamicCache(), Statistics()
     install_layers(cache, router, num_layers=1, routed=[0], rebuild_every=8)
     layer: Any = cache.layers[0]
-    routed, out = routed_decoding(router, budget, statistics, **options), q
+    attend, out = routed_attention(router, budget, statistics, **options), q
     for new in (part for part in (k[:, :, :-1], k[:, :, -1:]) if part.shape[2]):
         keys, values = layer.update(new, new.flip(-1))
         x = LayerInputs(
@@ -84,7 +89,7 @@ def decode(
         )
         layer.assign(x)
         if new.shape[2] == 1:
-            out = routed.attend(x, layer)
+            out = attend(x, layer)
     return out, statistics.key_counts(len(k), k.shape[1], k.device), layer.window(RECENT)
 
 
@@ -217,7 +222,7 @@ def test_clusters_follow_a_cache() -> None:
     q, cache = torch.randn(2, HEADS, 1, SIZE, generator=random, dtype=torch.float64), DynamicCache()
     install_layers(cache, router, num_layers=1, routed=[0], rebuild_every=8)
     layer: Any = cache.layers[0]
-    routed = routed_decoding(router, Probes(BUCKETS), Statistics())
+    attend = routed_attention(router, Probes(BUCKETS), Statistics())
 
     def append(count: int) -> LayerInputs:
         new = torch.randn(2, KV_HEADS, count, SIZE, generator=random, dtype=torch.float64)
@@ -242,9 +247,7 @@ def test_clusters_follow_a_cache() -> None:
         )
         assert (index.offsets[..., -1] == indexed).all()
         weights = (q.unflatten(1, (KV_HEADS, -1)).squeeze(3) @ x.k.mT * 0.25).softmax(-1)
-        torch.testing.assert_close(
-            routed.attend(x, layer), (weights @ x.v).flatten(1, 2).unsqueeze(2)
-        )
+        torch.testing.assert_close(attend(x, layer), (weights @ x.v).flatten(1, 2).unsqueeze(2))
         change()
     means = [
         [

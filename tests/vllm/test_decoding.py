@@ -61,6 +61,7 @@ def test_passes_that_are_captured_wait_for_no_device(group: Any) -> None:
     q, k, v = heads(layer.impl, PADDED)
     with FakeTensorMode(allow_non_fake_inputs=True):
         metadata = builder.build(0, given)
+        metadata.begin_pass()
         metadata.inputs(0, q, k, v, scale=1.0, softcap=None)
     assert metadata.current.decoded is not None
     assert not metadata.current.prompts

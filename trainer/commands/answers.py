@@ -250,7 +250,7 @@ def generate_greedily(
 @dataclass(frozen=True)
 class Answer:
     """A greedy answer, the clock of its tokens, and what was read, as
-    :meth:`msattn.trainer.serving.sparse.Sparse.stats`.
+    :meth:`msattn.trainer.serving.attend.Sparse.stats`.
     """
 
     text: str

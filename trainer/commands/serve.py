@@ -20,9 +20,9 @@ from msattn.trainer.ranks import num_ranks
 
 if TYPE_CHECKING:
     from msattn.trainer.models import Loaded
+    from msattn.trainer.serving.attend import Sparse
     from msattn.trainer.serving.engines.http.engine import Engine
     from msattn.trainer.serving.engines.http.supervisor import Supervisor
-    from msattn.trainer.serving.sparse import Sparse
     from msattn.trainer.training.tracker import Tracker
 
 EXTRA = ("starlette", "uvicorn", "prometheus_client")
@@ -58,7 +58,7 @@ def check_libraries() -> None:
     """
     if missing := [name for name in EXTRA if find_spec(name) is None]:
         raise UserError(f"serve: {missing[0]} is not installed; pip install 'msattn[serve]'")
-    from msattn.trainer.serving.paged.attention import check_version
+    from msattn.trainer.serving.engines.batching_config import check_version
 
     check_version("serve")
     if num_ranks() > 1:

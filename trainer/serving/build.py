@@ -33,11 +33,10 @@ from msattn.trainer.models.identity import config_fingerprint
 from msattn.trainer.models.parallel import ModelShard
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.timing import PhaseTimer
-from msattn.trainer.serving.dispatch import Dispatch
+from msattn.trainer.serving.attend import Sparse
+from msattn.trainer.serving.dispatch import Dispatch, Routing
 from msattn.trainer.serving.load_artifacts import check_selection, load_router
 from msattn.trainer.serving.options import AttachOptions
-from msattn.trainer.serving.routed import RoutedDecoding
-from msattn.trainer.serving.sparse import Sparse
 from msattn.trainer.serving.statistics import Statistics
 
 # options that only a router uses
@@ -94,11 +93,7 @@ def build_sparse(
     )
     routed, below = None, options.dense_below
     if router is not None:
-        routed = RoutedDecoding(
-            router=router, **decoding, independent=options.independent,
-            measure_recall=options.measure_recall,
-            statistics=statistics,
-        )  # fmt: skip
+        routed = Routing(router=router, **decoding, independent=options.independent)
     if below is None:
         dispatch = Dispatch(
             selection,
@@ -247,7 +242,7 @@ def _decoding(
 
 
 def _break_even(
-    model: ModelInfo, routed: RoutedDecoding | None, device: torch.device
+    model: ModelInfo, routed: Routing | None, device: torch.device
 ) -> Callable[[int], int]:
     """Returns the function from a batch size to the number of keys from which new tokens read
     buckets.

@@ -14,10 +14,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
+from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS, Router
+from msattn.trainer.methods.budgets import Budget
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.serving.routed import RoutedDecoding
 
 # names under which dense passes are counted
 BY_CHOICE, FALLBACK = "dense_by_choice", "dense_fallbacks"
@@ -33,12 +33,25 @@ class Decision(NamedTuple, Generic[Attention]):
     dense_reason: str | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Decoding over a dense window and the buckets of a router, in the routed layers."""
+
+    router: Router
+    budget: Budget
+    recent: int
+    sink: int
+    layers: frozenset[int]  # the routed ones
+    # each query head visits its own buckets; otherwise a query group shares them
+    independent: bool = False
+
+
 @dataclass(frozen=True)
 class Dispatch:
     """Decides from lengths how the attention of a layer is computed."""
 
     selection: Selection | None
-    routed: RoutedDecoding | None
+    routed: Routing | None
     dense_below: int  # number of keys below which prompts are dense, because that is faster
     # number of sequences -> number of keys from which their new tokens read buckets
     shortest_routed: Callable[[int], int]
@@ -74,7 +87,7 @@ class Dispatch:
 
     def decide_tokens(
         self, layer: int, keys: int | None, batch: int, *, known: bool = True
-    ) -> Decision[RoutedDecoding]:
+    ) -> Decision[Routing]:
         """Decides for new tokens of a ``batch`` of sequences; ``keys`` is the number of keys of the
         longest one.
 
@@ -107,3 +120,10 @@ class Dispatch:
         if shortest <= 1:
             return None
         return (keys if padding is None else keys - padding) < min(shortest, INT32_MAX)
+
+
+def whole_window(window: int | Tensor, keys: int | Tensor, short: Tensor | None) -> int | Tensor:
+    """Returns the length of the dense window: ``window``, or all ``keys`` of sequences that are
+    ``short``.
+    """
+    return window if short is None else torch.where(short, keys, window).int()

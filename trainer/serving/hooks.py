@@ -16,10 +16,11 @@ from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
 from msattn.trainer.models.families import check_length, served_layers
 from msattn.trainer.models.replacement import NotCopied, replaced
 from msattn.trainer.models.tap import PAGES, is_tapped
+from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.contiguous.install import install_layers
-from msattn.trainer.serving.contiguous.layers import BucketLayer
+from msattn.trainer.serving.contiguous.layers import BucketLayer, rebuild_every
+from msattn.trainer.serving.engines.batch_pages import is_paged
 from msattn.trainer.serving.input_checks import check_held, check_inputs, check_memory
-from msattn.trainer.serving.sparse import Sparse
 
 
 @contextmanager
@@ -76,15 +77,13 @@ class DecoderHooks(NotCopied):
         self, module: Any, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
         """Forward pre-hook of the decoder that installs its layers in the cache."""
-        from transformers.generation.continuous_batching import PagedAttentionCache
-
         if args:
             names = list(signature(type(module).forward).parameters)[1:]
             args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
         config: Any = module.config
         self._check_outputs(config, kwargs)
-        if isinstance(kwargs.get("cache"), PagedAttentionCache):
-            return args, self.sparse.paged.begin(config, kwargs)
+        if (pages := kwargs.get("cache")) is not None and is_paged(pages):
+            return args, kwargs  # generate_batch has its own hooks
         kwargs.pop(PAGES, None)
         cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
         if cache is None and (config.use_cache if use_cache is None else use_cache):
@@ -123,7 +122,7 @@ class DecoderHooks(NotCopied):
         if routed is None:
             install_layers(cache, None, **options)
         else:
-            options |= {"routed": routed.layers, "rebuild_every": routed.rebuild_every}
+            options |= {"routed": routed.layers, "rebuild_every": rebuild_every(routed.recent)}
             install_layers(cache, routed.router, **options)
 
     def _check_room(self, cache: Any, module: Any, tokens: Tensor) -> None:

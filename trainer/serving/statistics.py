@@ -17,7 +17,7 @@ VISIBLE, READ_DENSELY = "visible keys", "keys read in dense passes"  # of decode
 
 
 class SparseStats(dict[str, Any]):
-    """The dict of :meth:`msattn.trainer.serving.sparse.Sparse.stats`, which prints in one line what
+    """The dict of :meth:`msattn.trainer.serving.attend.Sparse.stats`, which prints in one line what
     was measured or counted.
     """
 

@@ -27,7 +27,7 @@ from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.routers.random import RandomBuckets
 from msattn.trainer.models.tap import LayerInputs
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.paged import attention
+from msattn.trainer.serving.paged import passes
 from msattn.trainer.serving.paged.kept_sizes import BucketSizes
 from tests.factory import prompts_of, random_partition, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, answer, together
@@ -250,13 +250,13 @@ def test_masks_are_not_wider_than_their_prompts(monkeypatch: pytest.MonkeyPatch)
     """Dense prompts have none, and short ones do not get the width of a long one in the same
     pass.
     """
-    masks, operation = list[tuple[int, ...] | None](), attention.paged_block_sparse_attention
+    masks, operation = list[tuple[int, ...] | None](), passes.paged_block_sparse_attention
 
     def seen(q: Any, cache: Any, cu_queries: Any, mask: Any, **options: Any) -> Any:
         masks.append(None if mask is None else tuple(mask.shape))
         return operation(q, cache, cu_queries, mask, **options)
 
-    monkeypatch.setattr(attention, "paged_block_sparse_attention", seen)
+    monkeypatch.setattr(passes, "paged_block_sparse_attention", seen)
     model, prompts = tiny_model(), prompts_of(*[3 + i % 5 for i in range(12)], 40, 45, 200)
     expected = [alone(model, prompt) for prompt in prompts]
     with attach(model, gate=gate_for(model), select=EVERY_BLOCK, dense_below=20) as sparse:

@@ -19,7 +19,8 @@ from msattn.trainer.methods.gate.attn_gate import pool_keys as gate_pool_keys
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.paged.attention import PagedAttention
+from msattn.trainer.serving.dispatch import Dispatch
+from msattn.trainer.serving.key_store import RoutedQueries
 from msattn.trainer.serving.paged.passes import PagedPass, Sequences
 from msattn.trainer.serving.paged.state import PagedState, PromptChunk
 from tests.factory import prompts_of, random_partition, tiny_model
@@ -29,13 +30,18 @@ from tests.sparse import BLOCK, EVERY_BLOCK, attach_reading_all, gate_for
 AFTER_ROPE = KMeans(random_partition().centroids, random_partition().layers, rope=True)
 
 
+def states(model: Any) -> Any:
+    """The states of the caches of an attached model, by cache."""
+    return model.generate_batch.__self__._states
+
+
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Checks pooled keys and buckets wherever they are used against those of the cached keys;
     counts what it has seen.
     """
     counts: Counter[str] = Counter()
-    pool, decode = PagedState.pool_keys, PagedAttention._decoded
+    pool, read = PagedState.pool_keys, Sequences.queries
 
     def pool_keys(
         state: PagedState, x: LayerInputs, prompt: PromptChunk, rotation: Rotation | None
@@ -51,22 +57,20 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts["recovered blocks"] += (prompt.keys - prompt.queries) // BLOCK - prompt.pooled
         return pooled
 
-    def decoded(
-        attention: PagedAttention, x: LayerInputs, now: PagedPass, rows: Sequences
-    ) -> Tensor:
+    def queries(rows: Sequences, x: LayerInputs, dispatch: Dispatch) -> list[RoutedQueries]:
         for table, length in zip(rows.table, rows.kv_len.tolist(), strict=True):
-            if length > 0 and x.layer in now.state.buckets:
-                keys, _ = now.state.keys(x.layer, table, 0, length)
+            if length > 0 and x.layer in rows.state.buckets:
+                keys, _ = rows.state.keys(x.layer, table, 0, length)
                 positions = torch.arange(length)
-                held = now.state.buckets[x.layer][
-                    table[positions // now.state.page_size].long(), positions % PAGE
+                held = rows.state.buckets[x.layer][
+                    table[positions // rows.state.page_size].long(), positions % PAGE
                 ]
                 assert torch.equal(held.T[None], AFTER_ROPE.assign(x.layer, keys, keys))
                 counts["decoded"] += 1
-        return decode(attention, x, now, rows)
+        return read(rows, x, dispatch)
 
     monkeypatch.setattr(PagedState, "pool_keys", pool_keys)
-    monkeypatch.setattr(PagedAttention, "_decoded", decoded)
+    monkeypatch.setattr(Sequences, "queries", queries)
     return counts
 
 
@@ -112,14 +116,14 @@ def test_a_pass_that_fails_leaves_no_pooled_keys_behind(
     cache.
     """
     model, (prompt,), fails = tiny_model(), prompts_of(3 * PAGE - 5), False
-    write = PagedAttention._write
+    write = PagedPass.write
 
-    def writing(attention: PagedAttention, x: LayerInputs, now: PagedPass) -> None:
+    def writing(now: PagedPass, x: LayerInputs, buckets: Tensor | None) -> None:
         if fails and x.layer == 1:
             raise RuntimeError("out of memory")
-        write(attention, x, now)
+        write(now, x, buckets)
 
-    monkeypatch.setattr(PagedAttention, "_write", writing)
+    monkeypatch.setattr(PagedPass, "write", writing)
     with attach_reading_all(model, qmodel=AFTER_ROPE) as sparse:
         manager = model.init_continuous_batching(
             GREEDY, sparse.batching_config(page_size=PAGE, num_blocks=16, max_batch_tokens=256)
@@ -130,7 +134,7 @@ def test_a_pass_that_fails_leaves_no_pooled_keys_behind(
         assert "out of memory" in answer(manager, turn).error
         manager._generation_thread.join(20)
         fails = False
-        (state,) = sparse.paged._states.values()
+        (state,) = states(model).values()
         assert all(
             bool((pooled.flatten(2)[state.is_pooled] != 0).any(-1).all())
             for pooled in state.pooled.values()
@@ -201,7 +205,7 @@ def test_leaving_the_context_frees_the_state() -> None:
             )
             manager.start()
             assert answer(manager, prompts[0]).generated_tokens == expected
-            held = list(sparse.paged._states.values())[-1]
+            held = list(states(model).values())[-1]
             state, buckets = weakref.ref(held), weakref.ref(next(iter(held.buckets.values())))
             del held
         assert not manager.is_running()

@@ -6,9 +6,9 @@ and none is counted twice.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +18,22 @@ from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.types import BucketIndex
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
+from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.key_blocks import block_of_keys
+from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.layer_attention import LayerInputs, Pooled
 from msattn.trainer.models.rope import Rotation, keys_before_rope
 from msattn.trainer.serving.contiguous.buffer import Buffer
-from msattn.trainer.serving.contiguous.pooled_keys import PooledKeys
+from msattn.trainer.serving.contiguous.keys import BucketKeys, IndexedBuckets, TensorKeys
+from msattn.trainer.serving.pooled_keys import PooledKeys
 
 REBUILD_EVERY = 64
+# tokens after which the bucket index is rebuilt, if the dense window is as long
+MAX_UNINDEXED = 1024
 ASSIGNED_AT_ONCE = 65536  # keys; bounds the memory of keys before RoPE
 
 
-class GrowingLayer(DynamicLayer):
+class GrowingLayer(TensorKeys, DynamicLayer):
     """Keys and values of one layer, for inference, in buffers with free positions.
 
     Appending a token writes only that token, whereas DynamicLayer copies the whole cache. The
@@ -87,10 +92,31 @@ class GrowingLayer(DynamicLayer):
         """Returns the pooled keys of all blocks; see :meth:`PooledKeys.update`. Gates with equal
         poolings share them.
         """
+        return self._pooled(pools, block_size).update(x, rotation)
+
+    def _pooled(self, pools: Sequence[str], block_size: int) -> PooledKeys:
         kind = (*pools, block_size)
         if kind not in self.pooled:
             self.pooled[kind] = PooledKeys(pools, block_size)
-        return self.pooled[kind].update(x, rotation)
+        return self.pooled[kind]
+
+    def knows_blocks(self, x: LayerInputs, gate: Gate | None, rotation: Rotation | None) -> bool:
+        if super().knows_blocks(x, gate, rotation) or gate is None:
+            return True
+        if gate.cfg.rope == "model":  # caches pool keys before RoPE
+            return False
+        if not x.rotates or (rotation is not None and x.angles.positions is not None):
+            return True
+        return self._pooled(*_pools(gate)).first(x.kv_start) >= x.num_keys - x.num_queries
+
+    def scored(
+        self, x: LayerInputs, selection: Selection, rotation: Rotation | None
+    ) -> Iterable[LayerInputs]:
+        gate = selection.gate
+        if gate is None or gate.cfg.rope == "model":
+            return (x,)
+        keys = self.pool_keys(*_pools(gate), x, rotation)
+        return (replace(x, pooled=Pooled(keys, x.num_keys)),)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the last ``-tokens_to_remove`` tokens; UserError for a positive number, which had
@@ -167,33 +193,7 @@ class GrowingLayer(DynamicLayer):
         )
 
 
-class IndexedBuckets(NamedTuple):
-    """The buckets of cached keys: the index of the keys in them, their sizes and summaries."""
-
-    index: BucketIndex
-    counts: Tensor  # int32 [B, Hkv, C]
-    summaries: Tensor | None  # [B, Hkv, P, S], with free positions
-
-    def sizes(self) -> Tensor:
-        return self.counts
-
-    def of_sequence(self, row: int) -> "IndexedBuckets":
-        """Returns those of one sequence, as a batch of one."""
-        one = slice(row, row + 1)
-        return IndexedBuckets(
-            BucketIndex(*(part[one] for part in self.index)),
-            self.counts[one],
-            None if self.summaries is None else self.summaries[one],
-        )
-
-    def for_queries(self, queries: int) -> "IndexedBuckets":
-        """Returns those of a batch, or of one sequence for each of several queries."""
-        offsets, order = self.index
-        index = BucketIndex(offsets.expand(queries, -1, -1), order.expand(queries, -1, -1))
-        return IndexedBuckets(index, self.counts.expand(queries, -1, -1), self.summaries)
-
-
-class BucketLayer(GrowingLayer):
+class BucketLayer(BucketKeys, GrowingLayer):
     """Keys, values and buckets of one layer, for inference; the bucket index is rebuilt every
     ``rebuild_every`` tokens.
 
@@ -225,7 +225,6 @@ class BucketLayer(GrowingLayer):
 
     @property
     def indexed(self) -> int:
-        """The number of first keys that are in the bucket index."""
         return self._order.length
 
     @property
@@ -237,7 +236,6 @@ class BucketLayer(GrowingLayer):
 
     @property
     def buckets(self) -> IndexedBuckets:
-        """The buckets of the indexed keys."""
         return IndexedBuckets(self.index, self.sizes, self.summaries)
 
     @property
@@ -336,9 +334,6 @@ class BucketLayer(GrowingLayer):
             self._sizes.copy_(sizes)
 
     def window(self, recent: int) -> int:
-        """Returns the length of the dense window: ``recent``, or the number of keys not yet in the
-        index if that is larger.
-        """
         return max(recent, self.get_seq_length() - self.indexed)
 
     def _set_length(self, length: int) -> None:
@@ -451,6 +446,18 @@ class ClusterLayer(BlockLayer):
 
     def _still_indexed(self, length: int) -> int:
         return length
+
+
+def rebuild_every(recent: int) -> int:
+    """Returns the tokens after which a bucket index is rebuilt; the dense window, ``recent`` or
+    more keys, holds their keys until then.
+    """
+    return max(REBUILD_EVERY, min(recent, MAX_UNINDEXED))
+
+
+def _pools(gate: Gate) -> tuple[Sequence[str], int]:
+    """Returns the poolings of a gate, and the keys of its blocks."""
+    return gate.cfg.cached_pools, gate.cfg.sizes.keys
 
 
 def _check_kind(buffer: Buffer, new: Tensor) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial
+from threading import RLock
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -22,12 +24,13 @@ from msattn.trainer.models.families import (
     max_length,
     text_config,
 )
-from msattn.trainer.models.replacement import replaced
-from msattn.trainer.models.tap import BATCHED_IMPLEMENTATION, is_tapped
+from msattn.trainer.models.replacement import NotCopied, replaced
+from msattn.trainer.models.tap import BATCHED_IMPLEMENTATION, PAGES, is_tapped
+from msattn.trainer.serving.attend import Sparse
+from msattn.trainer.serving.engines.batch_pages import AllocatedState, begin_pass, is_paged
+from msattn.trainer.serving.engines.batching_config import check_version
 from msattn.trainer.serving.engines.whole_blocks import WholeBlocks
 from msattn.trainer.serving.graphs.capture import uncapturable
-from msattn.trainer.serving.paged.attention import check_version
-from msattn.trainer.serving.sparse import Sparse
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig
@@ -45,6 +48,11 @@ def batching(model: Any, sparse: Sparse, *, cuda_graphs: bool) -> Iterator[None]
         yield
         return
     managers = Managers(original, sparse, cuda_graphs=cuda_graphs)
+    base = decoder(model)
+    hooks = (
+        base.register_forward_pre_hook(managers.begin_pass, with_kwargs=True),
+        base.register_forward_hook(managers.end_pass, with_kwargs=True),
+    )
     with (
         replaced(managers.model, managers.create, name="init_continuous_batching"),
         replaced(managers.model, managers.generate_batch, name="generate_batch"),
@@ -53,15 +61,20 @@ def batching(model: Any, sparse: Sparse, *, cuda_graphs: bool) -> Iterator[None]
             yield
         finally:
             managers.end()
+            for hook in hooks:
+                hook.remove()
 
 
-class Managers:
-    """The managers that an attached model has created."""
+class Managers(NotCopied):
+    """The managers that an attached model has created, and the state of their caches."""
 
     def __init__(self, original: Any, sparse: Sparse, *, cuda_graphs: bool) -> None:
         self.original, self.sparse, self.cuda_graphs = original, sparse, cuda_graphs
         self.model = original.__self__  # for a PEFT model, the model inside
         self.original_batch = self.model.generate_batch
+        self._managers: WeakSet[Any] = WeakSet()
+        self._states: WeakKeyDictionary[Any, AllocatedState] = WeakKeyDictionary()
+        self._lock = RLock()  # managers are created, and have their passes, in several threads
 
     @torch.no_grad()
     def create(
@@ -88,7 +101,7 @@ class Managers:
             longest = workload_hints.max_prompt_length
             check_length(self.model.config, longest, f"prompt of {longest} tokens")
         manager = getattr(self.model, "_cached_continuous_batching_manager", None)
-        if manager is not None and manager not in self.sparse.paged.managers:
+        if manager is not None and manager not in self._managers:
             raise UserError(
                 "generate_batch: a manager created before attach is still cached; first call "
                 "model.destroy_cached_continuous_batching_manager()"
@@ -101,11 +114,12 @@ class Managers:
             continuous_batching_config=config,
             workload_hints=workload_hints,
         )
-        if manager not in self.sparse.paged.managers:
+        if manager not in self._managers:
             if pages is None:
                 pages = -(-_longest(self.model.config, workload_hints) // config.page_size)
             self._configure(manager, config, pages)
-            self.sparse.paged.serve(manager)
+            with self._lock:
+                self._managers.add(manager)
         return manager
 
     def generate_batch(self, inputs: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> Any:
@@ -117,6 +131,45 @@ class Managers:
         for prompt in inputs:
             check_prompt(prompt, self.model.config)
         return self.original_batch(inputs, *args, **kwargs)
+
+    def begin_pass(
+        self, module: Any, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Forward pre-hook of the decoder that describes a pass over a manager's cache to its
+        layers; UserError for a manager of another attention.
+        """
+        cache = kwargs.get("cache")
+        if cache is None or not is_paged(cache):  # of generate
+            return args, kwargs
+        current = begin_pass(self.sparse.paged, self._state(cache, module.config), kwargs)
+        attend = partial(self.sparse.attend_pages, current)
+        # transformers makes no mask where it gets one
+        return args, {**kwargs, PAGES: attend, "attention_mask": torch.empty(1, 1, 0, 0)}
+
+    def end_pass(self, module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Forward hook of the decoder."""
+        if (attend := kwargs.get(PAGES)) is not None:
+            (current,) = attend.args
+            self.sparse.paged.end(current)
+
+    def _state(self, cache: Any, config: Any) -> AllocatedState:
+        with self._lock:
+            if cache not in self._states:
+                owners = [
+                    each
+                    for each in self._managers
+                    if getattr(each.batch_processor, "cache", None) is cache
+                ]
+                if not owners:
+                    raise UserError(
+                        "generate_batch: this manager was created outside the attached context; "
+                        "create it inside"
+                    )
+                requests = owners[0].continuous_batching_config.max_requests_per_batch
+                options = self.sparse.paged.state_options(config, requests)
+                self._states[cache] = AllocatedState(cache, **options)
+                self.sparse.paged.create_counters(self._states[cache])
+            return self._states[cache]
 
     def _configure(self, manager: Any, given: Any, pages: int) -> None:
         """Enables decoding over block tables, for which transformers would require its own kernel,
@@ -177,9 +230,15 @@ class Managers:
         caches.
         """
         with ExitStack() as ends:  # all of them run, whatever one raises
-            ends.callback(self.sparse.paged.release)
-            for manager in self.sparse.paged.managers:
+            ends.callback(self._release)
+            for manager in list(self._managers):
                 ends.callback(self._end, manager)
+
+    def _release(self) -> None:
+        with self._lock:
+            for state in self._states.values():
+                state.release()
+            self._states.clear()
 
     def _end(self, manager: Any) -> None:
         """Stops a manager, and forgets it where it is kept on the model."""

@@ -18,9 +18,9 @@ from msattn.kernels.decoder_layer import gated_silu, rms_norm, rotate_and_append
 from msattn.trainer.models.families import family_of
 from msattn.trainer.models.replacement import NotCopied, replaced
 from msattn.trainer.models.tap import PAGES, TAP, Angles, LayerInputs, Scoring
+from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.contiguous.layers import GrowingLayer
 from msattn.trainer.serving.graphs.capture import CurrentStep, NoGraph, Step, concurrently
-from msattn.trainer.serving.sparse import Sparse
 
 
 @contextmanager

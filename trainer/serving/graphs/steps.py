@@ -26,6 +26,7 @@ from msattn.trainer.errors import ModelWarning
 from msattn.trainer.models.families import attention_layers, family_of
 from msattn.trainer.models.replacement import NotCopied, replaced
 from msattn.trainer.models.tap import left_padding
+from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.dispatch import BY_CHOICE
 from msattn.trainer.serving.graphs.capture import (
     CurrentStep,
@@ -39,7 +40,6 @@ from msattn.trainer.serving.graphs.capture import (
 )
 from msattn.trainer.serving.graphs.fused import FusedAttention, fused
 from msattn.trainer.serving.graphs.prompt_graphs import PromptGraphs
-from msattn.trainer.serving.sparse import Sparse
 
 # tensors of a step that change from token to token
 INPUTS = ("input_ids", "inputs_embeds", "position_ids")

@@ -1,31 +1,43 @@
-"""A forward pass over the pages of many sequences: their pages and lengths, and the slots of new
-keys.
-
-transformers describes a pass in one of two ways. With a block table every sequence has one new
-token, the attention function writes its key, and all lengths stay on the device, as in a CUDA
-graph. Otherwise the pass lists the slots to write, and the slots of all keys of all sequences one
-after another.
+"""A forward pass over the pages of many sequences: their pages and lengths, the slots of new keys,
+and attention over groups of sequences.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from msattn.kernels.paged import paged_bucket_sizes
-from msattn.trainer.serving.paged.state import AllocatedState, PagedState, PromptChunk
+from msattn.kernels.common.block_checks import mask_layout
+from msattn.kernels.paged import (
+    paged_block_sparse_attention,
+    paged_bucket_decode,
+    paged_bucket_sizes,
+    paged_flash_decode,
+)
+from msattn.kernels.paged.write import write_pages
+from msattn.kernels.types import PagedKeys, SparseAttention
+from msattn.trainer.config.sizes import BlockSizes
+from msattn.trainer.methods.selection import Selection
+from msattn.trainer.models.layer_attention import SIZES, LayerInputs, Pooled
+from msattn.trainer.models.rope import Rotation
+from msattn.trainer.serving.dispatch import Decision, Dispatch, whole_window
+from msattn.trainer.serving.key_store import RoutedQueries
+from msattn.trainer.serving.paged.state import PagedState, PromptChunk
+from msattn.trainer.serving.statistics import Statistics
 
 Rows = Tensor | slice
+Decide = Callable[[PromptChunk], Decision[Selection]]
 
 
 @dataclass
 class Sequences:
-    """Sequences of a pass that one operation serves."""
+    """Sequences of a pass with one new token each, as a key store of every layer."""
 
+    state: PagedState
     tokens: Rows  # their new tokens in the pass
     table: Tensor  # int32 [B, pages]
     kv_len: Tensor  # int32 [B]
@@ -35,41 +47,139 @@ class Sequences:
     # int32 [B], number of keys that the cached bucket sizes count; None: sizes are not cached
     counted_len: Tensor | None = None
 
+    def size(self, x: LayerInputs) -> tuple[int, int | None]:
+        return len(self.kv_len), self.longest
+
+    def visible(self, x: LayerInputs) -> None:
+        return None
+
+    def read_all(self, x: LayerInputs) -> Tensor:
+        q = _tokens(x.q, self.tokens).unsqueeze(2)
+        return paged_flash_decode(q, self._cache(x), **_scoring(x)).out.squeeze(2)
+
+    def queries(self, x: LayerInputs, dispatch: Dispatch) -> list[RoutedQueries]:
+        """Returns the queries of all sequences as one batch.
+
+        A CUDA graph cannot branch on a length, so a sequence that is too short for buckets gets a
+        window of all keys.
+        """
+        assert dispatch.routed is not None
+        q, q_nope = (_tokens(each, self.tokens).unsqueeze(2) for each in (x.q, x.q_nope))
+        if self.window is None:
+            short = dispatch.short_sequences(len(self.kv_len), self.kv_len)
+            self.window = whole_window(dispatch.routed.recent, self.kv_len, short)
+        buckets = PagedBuckets(self, x.layer, dispatch.routed.router.num_buckets)
+        batch = replace(x, q=q, q_nope=q_nope, kv_len=self.kv_len)
+        return [RoutedQueries(batch, buckets, self.window)]
+
+    def counts(self, x: LayerInputs, statistics: Statistics) -> Tensor:
+        """Returns the part of :meth:`PagedState.counter` for these sequences."""
+        return self.state.counter(statistics)[: len(self.kv_len)]
+
+    def read_buckets(
+        self,
+        queries: RoutedQueries,
+        probes: Tensor,
+        *,
+        sink: int,
+        counts: Tensor | None = None,
+        by_head: bool = False,
+    ) -> SparseAttention:
+        assert not by_head
+        x, buckets = queries.x, self.state.buckets[queries.x.layer]
+        return paged_bucket_decode(
+            x.q, self._cache(x), buckets, probes, recent=queries.window, sink=sink, counts=counts,
+            **_scoring(x),
+        )  # fmt: skip
+
+    def joined(self, x: LayerInputs, outs: list[Tensor]) -> Tensor:
+        return outs[0].squeeze(2)
+
+    def _cache(self, x: LayerInputs) -> PagedKeys:
+        return PagedKeys(*self.state.caches[x.layer], self.table, self.kv_len)
+
 
 class PagedBuckets(NamedTuple):
-    """The buckets of a layer's keys in the pages of sequences with one new token."""
+    """The buckets of a layer's keys in the pages of sequences."""
 
-    state: PagedState
-    layer: int
     rows: Sequences
+    layer: int
     num_buckets: int
     summaries: None = None
 
     def sizes(self) -> Tensor:
         """Returns the numbers of keys in the buckets, int32 ``[B, Hkv, C]``."""
-        rows, kept = self.rows, self.state.sizes
-        where = (self.state.buckets[self.layer], rows.table, rows.kv_len)
-        if kept is None or rows.counted_len is None:
+        rows, state = self.rows, self.rows.state
+        where = (state.buckets[self.layer], rows.table, rows.kv_len)
+        if state.sizes is None or rows.counted_len is None:
             return paged_bucket_sizes(*where, num_buckets=self.num_buckets)
-        return kept.count(self.layer, *where, rows.counted_len)
+        return state.sizes.count(self.layer, *where, rows.counted_len)
 
 
 @dataclass
 class Prompts:
-    """Sequences with several new tokens that one operation serves: all dense ones, or sparse ones
-    of similar sizes.
+    """Sequences with several new tokens that one operation serves, as a key store of every layer:
+    all dense ones, or sparse ones of similar sizes.
 
     The block masks of sparse ones are padded to the largest and joined. With similar sizes the
     joint mask takes less than 4 times the memory of the separate ones, apart from the rest of a
     page.
     """
 
+    state: PagedState
     tokens: Rows  # their new tokens in the pass; a slice if they are adjacent
     table: Tensor  # int32 [B, pages]
     kv_len: Tensor  # int32 [B]
     items: list[PromptChunk]  # one for each sequence
+    decisions: list[Decision[Selection]]  # likewise
     cu_queries: Tensor  # int32 [B + 1]
-    sparse: bool  # True if they read the blocks of a selection
+
+    @property
+    def sparse(self) -> bool:
+        """True if they read the blocks of a selection."""
+        return self.decisions[0].attention is not None
+
+    def scored(
+        self, x: LayerInputs, selection: Selection, rotation: Rotation | None
+    ) -> Iterator[LayerInputs]:
+        """Yields the inputs of each sequence: its new queries, and the keys that the selection
+        needs.
+        """
+        for item in self.items:
+            new = {
+                name: getattr(x, name)[:, :, item.tokens]
+                for name in ("q", "k", "v", "q_nope", "k_nope")
+            }
+            angles = x.angles.part(tokens=item.tokens)
+            sequence = replace(x, **new, angles=angles, ends_prompt=item.ends_prompt)
+            if selection.gate is not None:
+                pooled = Pooled(self.state.pool_keys(sequence, item, rotation), item.keys)
+                sequence = replace(sequence, pooled=pooled)
+            if item.queries != item.keys and selection.needs_keys(sequence):
+                k, v = self.state.keys(x.layer, item.table, 0, item.keys)
+                sequence = replace(sequence, k=k, v=v)
+            yield sequence
+
+    def read_all(self, x: LayerInputs) -> Tensor:
+        return self._read(x, None, SIZES).out
+
+    def read_blocks(
+        self, x: LayerInputs, chosen: Sequence[Tensor], sizes: BlockSizes
+    ) -> SparseAttention:
+        keys = self.table.shape[1] * self.state.page_size
+        _, columns = mask_layout(chosen[0], keys, sizes.keys)
+        return self._read(x, _joined(chosen, -(-self._most // sizes.queries), columns), sizes)
+
+    @property
+    def _most(self) -> int:
+        return max(item.queries for item in self.items)
+
+    def _read(self, x: LayerInputs, mask: Tensor | None, sizes: BlockSizes) -> SparseAttention:
+        cache = PagedKeys(*self.state.caches[x.layer], self.table, self.kv_len)
+        return paged_block_sparse_attention(
+            _tokens(x.q, self.tokens), cache, self.cu_queries, mask, max_queries=self._most,
+            **sizes.arguments, **_scoring(x),
+        )  # fmt: skip
 
 
 @dataclass
@@ -82,25 +192,21 @@ class PagedPass:
     decoded: Sequences | None  # sequences with one new token; one with drafts is several of them
     prompts: list[Prompts]  # the others, in groups
 
-    @classmethod
-    def from_arguments(
-        cls,
-        state: AllocatedState,
-        arguments: dict[str, Any],
-        is_sparse: Callable[[PromptChunk], bool],
-    ) -> "PagedPass":
-        """Returns the pass that transformers describes in the arguments of a decoder."""
-        allocator = state.allocator
-        kv_len = arguments["cu_seq_lens_k"][allocator.layer_type].diff().int()
-        if arguments["block_table"] is not None:
-            return cls._from_block_table(state, arguments["block_table"][allocator.index], kv_len)
-        read, write = (arguments[name][allocator.index] for name in ("read_index", "write_index"))
-        longest = arguments["max_length_k"][allocator.layer_type]
-        slots = write if len(read) == 0 else read
-        table, cu_queries = _table(state, kv_len, longest, slots), arguments["cu_seq_lens_q"]
-        pages, offsets = write // state.slots_of_page, write % state.slots_of_page
-        return cls.from_tables(
-            state, pages, offsets, table, cu_queries, kv_len, is_sparse, arguments["logits_indices"]
+    @property
+    def groups(self) -> list[Sequences | Prompts]:
+        """The sequences, in groups that one operation serves."""
+        return [*([] if self.decoded is None else [self.decoded]), *self.prompts]
+
+    def write(self, x: LayerInputs, buckets: Tensor | None) -> None:
+        """Writes the new keys and values of a layer, and the buckets ``[Hkv, T]`` of the keys."""
+        write_pages(
+            x.k[0],
+            x.v[0],
+            *self.state.caches[x.layer],
+            self.pages,
+            self.offsets,
+            buckets,
+            None if buckets is None else self.state.buckets[x.layer],
         )
 
     @classmethod
@@ -112,7 +218,7 @@ class PagedPass:
         table: Tensor,
         cu_queries: Tensor,
         kv_len: Tensor,
-        is_sparse: Callable[[PromptChunk], bool],
+        decide: Decide,
         answered: Tensor | None = None,
         continued: Tensor | None = None,
     ) -> "PagedPass":
@@ -147,33 +253,26 @@ class PagedPass:
             state,
             pages,
             offsets,
-            _decoded(decoded, table),
-            _groups(prompts, kv_len, is_sparse),
+            _decoded(state, decoded, table),
+            _groups(state, prompts, kv_len, decide),
         )
 
-    @classmethod
-    def _from_block_table(
-        cls, state: AllocatedState, block_table: Tensor, kv_len: Tensor
-    ) -> "PagedPass":
-        """Returns a pass over one token of each sequence; sequences without a key are padding."""
-        longest = None if kv_len.is_cuda else int(kv_len.max())
-        width = block_table.shape[1] if longest is None else -(-longest // state.page_size)
-        table = block_table[:, :width].clamp(min=0) // state.pages_of_layers
-        position = (kv_len.long() - 1).clamp(min=0)
-        pages = table.gather(1, position[:, None] // state.page_size).squeeze(1).long()
-        pages = pages.where(kv_len > 0, state.free_page)
-        decoded = Sequences(slice(None), table, kv_len, longest)
-        return cls(state, pages, position % state.page_size, decoded, [])
+
+def _scoring(x: LayerInputs) -> dict[str, Any]:
+    return {"scale": x.scale, "softcap": x.scoring.softcap}
 
 
-def _table(state: AllocatedState, kv_len: Tensor, longest: int, slots: Tensor) -> Tensor:
-    """Returns the pages of each sequence, int32 ``[B, pages]``, from the ``slots`` of all of their
-    keys.
-    """
-    size, ends = state.page_size, kv_len.long().cumsum(0)
-    logical = size * torch.arange(-(-longest // size), device=slots.device)
-    first_slots = (ends - kv_len)[:, None] + logical
-    return (slots[first_slots.clamp(max=len(slots) - 1)] // state.slots_of_page).int()
+def _tokens(x: Tensor, tokens: Rows) -> Tensor:
+    """Returns the ``tokens`` of ``x [1, H, T, D]``: ``[n, H, D]``."""
+    return x[0].transpose(0, 1)[tokens]
+
+
+def _joined(masks: Sequence[Tensor], rows: int, columns: int) -> Tensor:
+    """Returns the masks of several sequences, or their bits, as one ``[B, H, rows, columns]``."""
+    joined = masks[0].new_zeros(len(masks), masks[0].shape[1], rows, columns)
+    for own, mask in zip(joined, masks, strict=True):
+        own[:, : mask.shape[2], : mask.shape[3]] = mask[0]
+    return joined
 
 
 def _prompt(
@@ -192,35 +291,41 @@ def _prompt(
 
 
 def _groups(
-    prompts: list[tuple[int, PromptChunk]], kv_len: Tensor, is_sparse: Callable[[PromptChunk], bool]
+    state: PagedState, prompts: list[tuple[int, PromptChunk]], kv_len: Tensor, decide: Decide
 ) -> list[Prompts]:
     """Returns the dense prompts in one group, and the sparse ones grouped by the binary digits of
     their numbers of queries and keys.
     """
-    groups = defaultdict[tuple[int, int] | None, list[tuple[int, PromptChunk]]](list)
+    groups = defaultdict[
+        tuple[int, int] | None, list[tuple[int, PromptChunk, Decision[Selection]]]
+    ](list)
     for number, item in prompts:
-        groups[
-            (item.queries.bit_length(), item.keys.bit_length()) if is_sparse(item) else None
-        ].append((number, item))
-    return [_group(members, kv_len, sparse=size is not None) for size, members in groups.items()]
+        decision, size = decide(item), (item.queries.bit_length(), item.keys.bit_length())
+        groups[None if decision.attention is None else size].append((number, item, decision))
+    return [_group(state, members, kv_len) for members in groups.values()]
 
 
-def _group(members: list[tuple[int, PromptChunk]], kv_len: Tensor, *, sparse: bool) -> Prompts:
-    numbers, items = [number for number, _ in members], [item for _, item in members]
+def _group(
+    state: PagedState, members: list[tuple[int, PromptChunk, Decision[Selection]]], kv_len: Tensor
+) -> Prompts:
+    numbers, items, decisions = map(list, zip(*members, strict=True))
     counts = torch.tensor([0, *(item.queries for item in items)])
     cu_queries = counts.cumsum(0, dtype=torch.int32).to(kv_len.device)
     table = pad_sequence([item.table for item in items], batch_first=True)
-    return Prompts(_tokens(items, kv_len.device), table, kv_len[numbers], items, cu_queries, sparse)
+    tokens = _rows(items, kv_len.device)
+    return Prompts(state, tokens, table, kv_len[numbers], items, decisions, cu_queries)
 
 
-def _tokens(items: list[PromptChunk], device: torch.device) -> Rows:
+def _rows(items: list[PromptChunk], device: torch.device) -> Rows:
     first, end = items[0].first, items[-1].tokens.stop
     if sum(item.queries for item in items) == end - first:
         return slice(first, end)
     return torch.cat([torch.arange(item.first, item.tokens.stop) for item in items]).to(device)
 
 
-def _decoded(rows: list[tuple[int, int, int]], table: Tensor) -> Sequences | None:
+def _decoded(
+    state: PagedState, rows: list[tuple[int, int, int]], table: Tensor
+) -> Sequences | None:
     """Returns the new tokens, by row, token and number of keys, as sequences with one each; None if
     there are none.
     """
@@ -228,4 +333,5 @@ def _decoded(rows: list[tuple[int, int, int]], table: Tensor) -> Sequences | Non
         return None
     numbers, tokens, keys = map(list, zip(*rows, strict=True))
     kv_len = torch.tensor(keys, dtype=torch.int32, device=table.device)
-    return Sequences(torch.tensor(tokens, device=table.device), table[numbers], kv_len, max(keys))
+    where = torch.tensor(tokens, device=table.device)
+    return Sequences(state, where, table[numbers], kv_len, max(keys))

@@ -6,16 +6,17 @@ preempted request finds it again. Only when a page is copied must its state be c
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from msattn.trainer.config import GateConfig
-from msattn.trainer.methods.gate.attn_gate import pool_keys
 from msattn.trainer.models.layer_attention import LayerInputs
-from msattn.trainer.models.rope import Rotation, keys_before_rope
+from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.paged.kept_sizes import BucketSizes
+from msattn.trainer.serving.pooled_keys import pool_from
+from msattn.trainer.serving.statistics import Statistics
 
 
 class PromptChunk(NamedTuple):
@@ -79,7 +80,6 @@ class PagedState:
                     if layer in self.caches
                 }
                 self.is_pooled = torch.zeros(pages, blocks, dtype=torch.bool, device=keys.device)
-            self.last_pooled = max(self.pooled, default=-1)
 
     @property
     def nbytes(self) -> int:
@@ -94,6 +94,13 @@ class PagedState:
         """Keys of a block, of a cache with a gate."""
         assert self.gate is not None
         return self.gate.sizes.keys
+
+    def counter(self, statistics: Statistics) -> Tensor:
+        """Returns the counter of the keys read, int64 ``[requests, Hkv]``, which passes of every
+        size share.
+        """
+        keys, _ = self.caches[min(self.caches)]
+        return statistics.key_counts(self.requests, self.kv_heads, keys.device)
 
     def release(self) -> None:
         """Releases the cache and all memory."""
@@ -147,51 +154,8 @@ class PagedState:
             older, _ = self.keys(x.layer, prompt.table, prompt.pooled * size, cached)
             keys = torch.cat([older, keys], dim=2)
         positions = torch.arange(cached, prompt.keys, device=keys.device)[None]
-        tail = keys_before_rope(
-            replace(x, k=keys, angles=x.angles._replace(positions=positions)), 0, rotation
-        )
-        new = pool_keys(self.gate.cached_pools, tail, keys, block_size=size)
+        x = replace(x, k=keys, angles=x.angles._replace(positions=positions))
+        new = pool_from(x, self.gate.cached_pools, rotation, block_size=size)
         known, added = prompt.blocks[: prompt.pooled], prompt.blocks[prompt.pooled :]
         pooled[added] = new[0, :, : len(added)].transpose(0, 1)
         return torch.cat([pooled[known].transpose(0, 1)[None], new], dim=2)
-
-
-class AllocatedState(PagedState):
-    """State of transformers' ``PagedAttentionCache``, in which the pages of all layers with the
-    same number form a block.
-    """
-
-    def __init__(self, cache: Any, **options: Any) -> None:
-        (allocator,) = cache.cache_allocators.values()
-        self.allocator = allocator
-        # between the first slots of two pages, in a layer's view
-        self.slots_of_page = allocator.block_physical_stride
-        # keys and values of a layer are pages of their own
-        self.pages_of_layers = 2 * len(allocator.layer_indices)
-        # no sequence owns it; padded tokens write it
-        self.free_page = allocator.write_trash_index // self.slots_of_page
-        caches = {layer: self._views(layer) for layer in allocator.layer_indices}
-        super().__init__(caches, **options)
-        self._copy = allocator.copy_blocks
-        allocator.copy_blocks = self._copy_blocks
-
-    def release(self) -> None:
-        """Releases the cache and all memory."""
-        del self.allocator.copy_blocks
-        super().release()
-
-    def _views(self, layer: int) -> tuple[Tensor, Tensor]:
-        keys, values = self.allocator.get_cache_for_block_table(layer)
-        return keys[:: self.pages_of_layers], values[:: self.pages_of_layers]
-
-    def _copy_blocks(self, source: list[int], target: list[int], *args: Any, **kwargs: Any) -> None:
-        """Copies pages with their state, for transformers: a request that forks gets a copy of its
-        last page.
-        """
-        self._copy(source, target, *args, **kwargs)
-        for state in (
-            *self.buckets.values(),
-            *self.pooled.values(),
-            *([self.is_pooled] if self.pooled else []),
-        ):
-            state[target] = state[source]

@@ -7,12 +7,12 @@ from msattn.trainer.config.commands import ServerLimits
 from msattn.trainer.errors import UserError
 from msattn.trainer.memory import free_memory
 from msattn.trainer.models.families import head_dim, max_length, num_kv_heads, num_layers
-from msattn.trainer.serving.paged.attention import CACHE_SHARE_OF_MEMORY
+from msattn.trainer.serving.engines.batching_config import CACHE_SHARE_OF_MEMORY
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig, PreTrainedConfig, PreTrainedModel
 
-    from msattn.trainer.serving.sparse import Sparse
+    from msattn.trainer.serving.attend import Sparse
 
 BATCH_TOKENS, BATCH_TOKENS_ON_CPU = 8192, 512
 REQUESTS_ON_CPU = 8  # a CPU's cache has room for so many requests of the greatest length

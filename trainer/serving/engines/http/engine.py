@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.generation.continuous_batching.requests import GenerationOutput
 
-    from msattn.trainer.serving.sparse import Sparse
+    from msattn.trainer.serving.attend import Sparse
 
 FAILED = ApiError(500, "the server failed while generating the answer")
 STOPPED = ApiError(

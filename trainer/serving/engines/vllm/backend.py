@@ -17,6 +17,7 @@ from vllm.v1.attention.backend import (
 )
 
 from msattn.trainer.models.families import attention_layers
+from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.engines.vllm.engine import (
     PAGE_SIZES,
     check_drafts,
@@ -29,7 +30,6 @@ from msattn.trainer.serving.engines.vllm.memory import account
 from msattn.trainer.serving.engines.vllm.metadata import Metadata, cache_views
 from msattn.trainer.serving.engines.vllm.plugin import backend_name
 from msattn.trainer.serving.paged.state import PagedState
-from msattn.trainer.serving.sparse import Sparse
 
 
 class Backend(AttentionBackend):
@@ -88,7 +88,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         """Returns a pass, which its first layer describes."""
         assert self.sparse.rotation is not None
         return Metadata(
-            self.sparse.paged, self.state(), common_attn_metadata, self.sparse.rotation,
+            self.sparse, self.state(), common_attn_metadata, self.sparse.rotation,
             self.rotates,
             self.vllm_config.model_config.dtype, drafts_of(self.vllm_config),
         )  # fmt: skip
@@ -191,9 +191,13 @@ class Impl(AttentionImpl[Metadata]):
         if attn_metadata is None:
             return output.zero_()
         number = extract_layer_index(layer.layer_name)
+        layers = attn_metadata.state.caches
+        if number == min(layers):
+            attn_metadata.begin_pass()
         x = attn_metadata.inputs(number, query, key, value, scale=self.scale, softcap=self.softcap)
-        out = attn_metadata.attention.attend(attn_metadata.current, x)
-        output[: attn_metadata.tokens] = out[0].transpose(0, 1)
+        output[: attn_metadata.tokens] = attn_metadata.attend(x)[0].transpose(0, 1)
+        if number == max(layers):
+            attn_metadata.end_pass()
         return output
 
     def warm_up(self, layer: Any, metadata: Metadata) -> None:
@@ -207,7 +211,7 @@ class Impl(AttentionImpl[Metadata]):
 
 
 def stats(worker: Any) -> dict[str, Any]:
-    """Returns what :meth:`msattn.trainer.serving.sparse.Sparse.stats` does, for
+    """Returns what :meth:`msattn.trainer.serving.attend.Sparse.stats` does, for
     ``llm.collective_rpc(stats)``.
     """
     return dict(_sparse_of_worker(worker).stats())  # a type that vLLM's processes can exchange

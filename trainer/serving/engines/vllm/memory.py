@@ -14,10 +14,10 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from msattn.trainer.models.families import attention_layers
+from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.engines.vllm.engine import sparse_of_layers, state_options
 from msattn.trainer.serving.engines.vllm.metadata import Metadata, cache_views
 from msattn.trainer.serving.paged.state import PagedState
-from msattn.trainer.serving.sparse import Sparse
 
 GIB = 2**30
 
@@ -148,9 +148,7 @@ def largest_pass(
     )  # fmt: skip
     rotates = [layer.rotates for layer in attention_layers(text)]
     assert sparse.rotation is not None
-    metadata = Metadata(
-        sparse.paged, state, given, sparse.rotation, rotates, config.model_config.dtype
-    )
+    metadata = Metadata(sparse, state, given, sparse.rotation, rotates, config.model_config.dtype)
     layer = config.compilation_config.static_forward_context[names[number]]
     with sparse.statistics.unchanged(), torch.inference_mode():
         layer.impl.warm_up(layer, metadata)

@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from msattn.trainer.models.layer_attention import Angles, LayerInputs, Scoring
 from msattn.trainer.models.rope import Rotation
-from msattn.trainer.serving.paged.attention import PagedAttention
+from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.paged.passes import PagedPass
 from msattn.trainer.serving.paged.state import PagedState
 
@@ -25,7 +25,7 @@ class Metadata:
     a pass, which is replayed for later ones, describes each of them.
     """
 
-    attention: PagedAttention
+    sparse: Sparse
     state: PagedState
     given: CommonAttentionMetadata  # maybe with requests and tokens of padding
     rotation: Rotation
@@ -48,8 +48,6 @@ class Metadata:
         """Returns the inputs of a layer from its queries, keys and values ``[T, H, D]`` after
         RoPE.
         """
-        if layer == min(self.state.caches):
-            self._begin()
         q, k, v = (x[: self.tokens].transpose(0, 1)[None] for x in (q, k, v))
         cos, sin, q_nope, k_nope = self.cos, self.sin, q, k
         if self.rotates[layer]:
@@ -59,19 +57,24 @@ class Metadata:
         angles, scoring = Angles(cos, sin, self.positions), Scoring(scale, softcap)
         return LayerInputs(layer, q, k, v, q_nope, k_nope, angles, scoring)
 
-    def _begin(self) -> None:
+    def attend(self, x: LayerInputs) -> Tensor:
+        """Returns the attention of a layer, ``[1, Hq, T, D]``."""
+        return self.sparse.attend_pages(self.current, x)
+
+    def begin_pass(self) -> None:
+        """Describes the pass, before its first layer."""
         given, state, kv_len = self.given, self.state, self.given.seq_lens
         # padding is -1; page 0 belongs to no request
         slots = given.slot_mapping[: self.tokens].long().clamp(min=0)
         places = slots // state.page_size, slots % state.page_size
         table = given.block_table_tensor[:, : -(-given.max_seq_len // state.page_size)]
         if given.max_query_len == 1 and self.tokens == len(kv_len):
-            self.current = self.attention.begin_new_tokens(
+            self.current = self.sparse.paged.begin_new_tokens(
                 state, *places, table, kv_len, given.max_seq_len
             )
             positions = (kv_len.long() - 1).clamp(min=0)
         else:
-            self.current = self.attention.begin_tables(
+            self.current = self.sparse.paged.begin_tables(
                 state,
                 *places,
                 table,
@@ -82,6 +85,10 @@ class Metadata:
             positions = _positions(given.query_start_loc, kv_len, self.tokens)
         self.positions = positions[None]
         self.cos, self.sin = self.rotation.angles(self.positions, self.dtype)
+
+    def end_pass(self) -> None:
+        """Records what the pass has computed, after its last layer."""
+        self.sparse.paged.end(self.current)
 
     def _continued(self) -> Tensor | None:
         """Returns the requests whose tokens may be drafts, bool ``[B]``: no short chunks of

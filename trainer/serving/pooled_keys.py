@@ -11,6 +11,23 @@ from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation, keys_before_rope
 
 
+def pool_from(
+    x: LayerInputs,
+    pools: Sequence[str],
+    rotation: Rotation | None,
+    *,
+    block_size: int,
+    first: int = 0,
+    start: Tensor | None = None,
+) -> Tensor:
+    """Returns the pooled keys of the blocks from key ``first`` on, with padding up to ``start``.
+
+    Those of earlier passes are recovered by inverting the rotation of cached keys.
+    """
+    tail = keys_before_rope(x, first, rotation)
+    return pool_keys(pools, tail, x.k[:, :, first:], block_size=block_size, start=start)
+
+
 class PooledKeys:
     """Pooled keys of the complete blocks of one layer's cache, before RoPE except for the pooling
     ``rope``.
@@ -38,19 +55,22 @@ class PooledKeys:
         """
         known, size = self.complete, self.block_size
         starts = None if x.kv_start is None else x.kv_start.long()
-        first = known * size + (0 if starts is None else int(starts.min()))
+        first = self.first(starts)
         parts = [] if self.blocks is None else [self.blocks]
         if first < x.num_keys:  # otherwise another gate with the same poolings has added them
-            tail = keys_before_rope(x, first, rotation)
             offset = None if starts is None else starts + known * size - first
             parts.append(
-                pool_keys(self.pools, tail, x.k[:, :, first:], block_size=size, start=offset)
+                pool_from(x, self.pools, rotation, block_size=size, first=first, start=offset)
             )
         pooled = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
         self._padding = 0 if starts is None else int(starts.max())
         self.blocks = pooled[:, :, : self._complete_in(x.num_keys)]
         missing = -(-x.num_keys // size) - pooled.shape[2]  # happens for sequences with padding
         return F.pad(pooled, (0, 0, 0, missing)) if missing else pooled
+
+    def first(self, starts: Tensor | None) -> int:
+        """Returns the first key that is not in a complete block of every row."""
+        return self.complete * self.block_size + (0 if starts is None else int(starts.min()))
 
     def crop(self, num_keys: int) -> None:
         """Keeps the blocks that are complete among the first ``num_keys`` keys."""
