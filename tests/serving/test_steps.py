@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import ModelWarning
 from msattn.trainer.methods.budgets import KeyThresholds
+from msattn.trainer.models.tap import LayerTap
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.graphs.capture import Step
 from tests.factory import FAMILIES, left_padded, random_tokens, tiny_model
@@ -84,6 +85,29 @@ def test_steps_equal_ordinary_passes(
     assert read["selectivity"] == pytest.approx(expected["selectivity"], rel=1e-6)
     assert 0.1 < read["selectivity"] < 0.9
     assert expected["graph_steps"] + expected["eager_steps"] == 0
+
+
+@torch.no_grad()
+def test_fused_passes_keep_nothing_for_the_original_pass(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They compute queries and keys before RoPE themselves, for a prompt and for new tokens."""
+    model, kept = tiny_model().to(where), list[str]()
+    for name in ("keep", "_enter"):
+        monkeypatch.setattr(LayerTap, name, lambda *args, name=name: kept.append(name))
+    with attach(model, **ROUTED) as sparse:
+        tap = vars(model.model.layers[1].self_attn)["forward"].tap
+        attend = sparse.attend_step
+        steps: list[Any] = []
+        monkeypatch.setattr(
+            sparse,
+            "attend_step",
+            lambda *args, **kwargs: steps.append(tap.current.q_nope) or attend(*args, **kwargs),
+        )
+        generate(model, random_tokens(1, 70), max_new_tokens=4)
+    assert kept == []
+    assert steps
+    assert all(q is None for q in steps)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ cache. Leaving the context removes all hooks and restores the configuration.
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,7 +36,7 @@ from msattn.trainer.models.layer_attention import (
     causal_attention,
     dense_attention,
 )
-from msattn.trainer.models.replacement import NotCopied
+from msattn.trainer.models.replacement import NotCopied, replaced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -73,6 +73,11 @@ _kept: dict[int, _Kept] = {}  # keyed by the id of the configuration
 Attend = Callable[[LayerInputs], Tensor]
 """Maps a layer's inputs to its attention output ``[B, Hq, N, D]``."""
 
+Forward = Callable[["LayerTap"], Callable[..., Any] | None]
+"""Returns the forward pass of a tapped module, which computes the inputs of its attention itself;
+None: the module keeps its own.
+"""
+
 
 class _Pass(threading.local):
     """Tensors of the forward pass that the current thread runs: several threads may run one
@@ -81,51 +86,60 @@ class _Pass(threading.local):
 
     q_nope: Tensor | None = None
     k_nope: Tensor | None = None
-    position_embeddings: tuple[Tensor, Tensor] | None = None
-    position_ids: Tensor | None = None
-    past_key_values: Any = None
-    pages: Attend | None = None
+    kwargs: Mapping[str, Any] | None = None  # of the module; None where no tensors are kept
 
     def clear(self) -> None:
-        self.q_nope = self.k_nope = self.position_embeddings = self.position_ids = (
-            self.past_key_values
-        ) = self.pages = None
+        self.q_nope = self.k_nope = self.kwargs = None
 
 
-class _LayerTap(NotCopied):
+class LayerTap(NotCopied):
     """Hooks of one attention module, which keep q and k before RoPE until the attention function
     runs.
+
+    They do so for the module's own forward pass, which gets the keywords of :meth:`keep`. Another
+    ``forward`` pass of the module computes these tensors itself.
     """
 
-    def __init__(self, module: Any, attend: Attend, family: Family, rotates: bool) -> None:
+    def __init__(
+        self, module: Any, attend: Attend, family: Family, *, rotates: bool, forward: Forward
+    ) -> None:
         self.module, self.attend, self.family, self.rotates = module, attend, family, rotates
         self.current = _Pass()
-        self.handles = [module.register_forward_pre_hook(self._enter, with_kwargs=True)]
+        self._context = ExitStack()
+        if (own := forward(self)) is None:
+            hook = module.register_forward_pre_hook(self._enter, with_kwargs=True)
+            self._context.callback(hook.remove)
+        else:
+            self._context.enter_context(replaced(module, own))
         if rotates and not family.changed_after_rope:
             queries, keys = family.modules_before_rope(module)
-            self.handles += [
+            for hook in (
                 queries.register_forward_hook(self._keep_q),
                 keys.register_forward_hook(self._keep_k),
-            ]
+            ):
+                self._context.callback(hook.remove)
 
     @torch.compiler.disable
     def _enter(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]]:
-        self.current.position_embeddings = kwargs["position_embeddings"]
-        self.current.position_ids = kwargs.get("position_ids")
-        self.current.past_key_values = kwargs.get("past_key_values")
-        self.current.pages = kwargs.get(PAGES)
+        return args, self.keep(kwargs)
+
+    def keep(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Keeps tensors of the module's own pass from now on; returns its keyword arguments."""
+        self.current.kwargs = kwargs
         # transformers forwards unknown keywords to the attention function
-        return args, {**kwargs, TAP: self}
+        return {**kwargs, TAP: self}
 
     @torch.compiler.disable
     def _keep_q(self, module: nn.Module, args: tuple, output: Tensor) -> None:
-        self.current.q_nope = output
+        if self.current.kwargs is not None:
+            self.current.q_nope = output
 
     @torch.compiler.disable
     def _keep_k(self, module: nn.Module, args: tuple, output: Tensor) -> None:
-        self.current.k_nope = output
+        if self.current.kwargs is not None:
+            self.current.k_nope = output
 
     @torch.compiler.disable
     def __call__(
@@ -137,30 +151,32 @@ class _LayerTap(NotCopied):
         scoring: Scoring,
     ) -> Tensor:
         layer: int = self.module.layer_idx
-        current = self.current
-        attend, cache = current.pages or self.attend, None
-        if current.pages is None and current.past_key_values is not None:
-            cache = current.past_key_values.layers[layer]
+        given, cache = self.current.kwargs, None
+        assert given is not None
+        attend: Attend = given.get(PAGES) or self.attend
+        if attend is self.attend and given.get("past_key_values") is not None:
+            cache = given["past_key_values"].layers[layer]
         if getattr(cache, "is_compileable", False):  # its keys would include free positions
             raise UserError(
                 "past_key_values: a static cache cannot be read here; expected a growing one "
                 "(DynamicCache)"
             )
-        q_nope, k_nope, cos, sin = self._before_rope(q, k)
-        angles = Angles(cos, sin, current.position_ids)
+        q_nope, k_nope, cos, sin = self._before_rope(q, k, given["position_embeddings"])
+        angles = Angles(cos, sin, given.get("position_ids"))
         inputs = LayerInputs(layer, q, k, v, q_nope, k_nope, angles, scoring, kv_start, cache)
-        current.clear()  # so that a layer's tensors are freed after its attention
+        self.current.clear()  # so that a layer's tensors are freed after its attention
         return attend(inputs)
 
-    def _before_rope(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _before_rope(
+        self, q: Tensor, k: Tensor, position_embeddings: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns queries and keys of the current tokens before RoPE, cos and sin."""
         current = self.current
         new = k[:, :, k.shape[2] - q.shape[2] :]
         if not self.rotates:
             angles = q.new_empty(1, q.shape[2], 0)
             return q, new, angles, angles
-        assert current.position_embeddings is not None
-        cos, sin = self.family.cos_sin(current.position_embeddings)
+        cos, sin = self.family.cos_sin(position_embeddings)
         if self.family.changed_after_rope:
             return unrotate(q.detach(), cos, sin), unrotate(new.detach(), cos, sin), cos, sin
         assert current.q_nope is not None
@@ -173,8 +189,7 @@ class _LayerTap(NotCopied):
 
     def remove(self) -> None:
         self.current.clear()
-        for handle in self.handles:
-            handle.remove()
+        self._context.close()
 
 
 def is_tapped(config: "PreTrainedConfig") -> bool:
@@ -189,7 +204,7 @@ def _tapped_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    msattn_tap: _LayerTap | None = None,
+    msattn_tap: LayerTap | None = None,
     **others: Any,  # transformers passes further arguments to every attention function
 ) -> tuple[Tensor, Tensor | None]:
     """Computes attention for transformers; ``attention_mask`` is what :func:`_mask_of_layers`
@@ -339,9 +354,11 @@ def _register() -> None:
 
 
 @contextmanager
-def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
+def tap(
+    model: "PreTrainedModel", attend: Attend, forward: Forward = lambda tap: None
+) -> Iterator[None]:
     """Replaces the attention of every served layer of ``model`` (also of a PEFT model) by
-    ``attend`` inside the context.
+    ``attend`` inside the context; with ``forward``, also the passes of its attention modules.
 
     Supports ``generate`` with a growing cache, left padding, gradients, and passes of several
     threads at the same time. A layer's tensors are released after its attention.
@@ -351,7 +368,7 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
     """
     _register()
     base = decoder(model)
-    config, taps = base.config, list[_LayerTap]()
+    config, taps = base.config, list[LayerTap]()
     try:
         with _entering:
             before = config._attn_implementation
@@ -362,14 +379,9 @@ def tap(model: "PreTrainedModel", attend: Attend) -> Iterator[None]:
             layers = attention_layers(config)
             for layer in layers:
                 if layer.kept is None:
-                    taps.append(
-                        _LayerTap(
-                            base.layers[layer.layer].self_attn,
-                            attend,
-                            family_of(config),
-                            layer.rotates,
-                        )
-                    )
+                    module, family = base.layers[layer.layer].self_attn, family_of(config)
+                    of_layer = {"rotates": layer.rotates, "forward": forward}
+                    taps.append(LayerTap(module, attend, family, **of_layer))
             # SDPA would not cap
             capped = before == "sdpa" and getattr(config, "attn_logit_softcapping", None)
             kept = frozenset(layer.layer for layer in layers if layer.kept)

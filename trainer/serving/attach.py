@@ -24,7 +24,7 @@ from msattn.trainer.models.tap import tap
 from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.build import ModelInfo, build_sparse
 from msattn.trainer.serving.engines.generate_batch import batching
-from msattn.trainer.serving.graphs.steps import decoding_steps
+from msattn.trainer.serving.graphs.steps import DecodingSteps
 from msattn.trainer.serving.hooks import hooked, padding_before_text
 from msattn.trainer.serving.load_artifacts import check_model, load
 from msattn.trainer.serving.options import AttachOptions
@@ -165,9 +165,10 @@ def attach(
         partial(_move_to_model, model),
     )
     sparse = build_sparse(ModelInfo(model.config, model.dtype, *functions), options)
+    steps = DecodingSteps(decoder(model), sparse, cuda_graphs=options.cuda_graphs)
     with (
-        tap(model, sparse.attend),
-        decoding_steps(decoder(model), sparse, cuda_graphs=options.cuda_graphs),
+        tap(model, sparse.attend, steps.attention),
+        steps.installed(),
         batching(model, sparse, cuda_graphs=options.cuda_graphs),
         hooked(decoder(model), sparse),
         padding_before_text(model),

@@ -17,7 +17,7 @@ from msattn.kernels.common.checks import FLOATS
 from msattn.kernels.decoder_layer import gated_silu, rms_norm, rotate_and_append
 from msattn.trainer.models.families import family_of
 from msattn.trainer.models.replacement import NotCopied, replaced
-from msattn.trainer.models.tap import PAGES, TAP, Angles, LayerInputs, Scoring
+from msattn.trainer.models.tap import PAGES, Angles, LayerInputs, LayerTap, Scoring
 from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.contiguous.layers import GrowingLayer
 from msattn.trainer.serving.graphs.capture import CurrentStep, NoGraph, Step, concurrently
@@ -65,18 +65,19 @@ class FusedMLP(_Fused):
 
 
 class FusedAttention(_Fused):
-    """Forward pass of an attention module whose RoPE writes to the cache, for steps and for prompts
-    without gradients.
+    """Forward pass of a tapped attention module whose RoPE writes to the cache, for steps and for
+    prompts without gradients.
     """
 
-    def __init__(self, module: Any, layer: int, sparse: Sparse, current: CurrentStep) -> None:
-        super().__init__(module)
-        self.layer, self.sparse, self.current = layer, sparse, current
+    def __init__(self, tap: LayerTap, sparse: Sparse, current: CurrentStep) -> None:
+        super().__init__(tap.module)
+        self.tap, self.sparse, self.current = tap, sparse, current
+        self.layer: int = tap.module.layer_idx
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step, hidden = self.current.step, args[0] if args else kwargs["hidden_states"]
         if step is None and not self._is_prompt(hidden, kwargs):
-            return self.original(*args, **kwargs)
+            return self.original(*args, **self.tap.keep(kwargs))
         cache_layer: GrowingLayer = kwargs["past_key_values"].layers[self.layer]
         cos, sin = kwargs["position_embeddings"]
         q_nope, k_nope, v = _project_heads(self.module, hidden)
@@ -86,13 +87,12 @@ class FusedAttention(_Fused):
         values: Any = cache_layer.value_buffer.memory
         if not q_nope.dtype == cos.dtype == keys.dtype:
             if step is None:
-                return self.original(*args, **kwargs)
+                return self.original(*args, **self.tap.keep(kwargs))
             raise NoGraph(
                 f"queries are {q_nope.dtype}, rotations {cos.dtype}, and cached keys {keys.dtype}"
             )
         position = cache_layer.get_seq_length() if step is None else step.position
         q = rotate_and_append(q_nope, k_nope, v, cos, sin, keys, values, position)
-        kwargs[TAP].current.clear()  # the hooks have kept tensors for the original pass
         before_rope, scoring = (q_nope, k_nope), Scoring(self.module.scaling)
         if step is None:
             cache_layer.add_tokens(q.shape[2])

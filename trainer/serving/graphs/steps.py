@@ -11,7 +11,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +25,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from msattn.trainer.errors import ModelWarning
 from msattn.trainer.models.families import attention_layers, family_of
 from msattn.trainer.models.replacement import NotCopied, replaced
-from msattn.trainer.models.tap import left_padding
+from msattn.trainer.models.tap import LayerTap, left_padding
 from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.dispatch import BY_CHOICE
 from msattn.trainer.serving.graphs.capture import (
@@ -64,6 +64,10 @@ class DecodingSteps(NotCopied):
         self.decoder, self.sparse = decoder, sparse
         self.cuda_graphs = cuda_graphs and next(decoder.parameters()).is_cuda
         self.original = decoder.forward
+        self.on_gpu = any(
+            parameter.device.type in (Step.device_type, "meta")
+            for parameter in decoder.parameters()
+        )
         self.never = _never_steps(decoder)
         self.current = CurrentStep()
         self.prompts = (
@@ -73,6 +77,23 @@ class DecodingSteps(NotCopied):
         )
         self._steps: WeakKeyDictionary[Cache, Step] = WeakKeyDictionary()
         self._warned: set[str] = set()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Replaces the forward passes of a decoder on a GPU and of its modules inside the
+        context.
+        """
+        if not self.on_gpu:
+            yield
+            return
+        with fused(self.decoder), replaced(self.decoder, self):
+            yield
+
+    def attention(self, tap: LayerTap) -> FusedAttention | None:
+        """Returns the forward pass of an attention module; None: it keeps its own."""
+        if not self.on_gpu or self.never is not None:
+            return None
+        return FusedAttention(tap, self.sparse, self.current)
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **arguments: Any) -> Any:
@@ -372,24 +393,3 @@ def _never_steps(decoder: Any) -> str | None:
     if kept := next((layer for layer in attention_layers(decoder.config) if layer.kept), None):
         return f"layer {kept.layer} keeps the model's own attention ({kept.kept})"
     return None
-
-
-@contextmanager
-def decoding_steps(decoder: nn.Module, sparse: Sparse, *, cuda_graphs: bool) -> Iterator[None]:
-    """Replaces the forward passes of a decoder on a GPU and of its modules inside the context; see
-    :class:`DecodingSteps`.
-    """
-    layers: Any = decoder.layers
-    if all(
-        parameter.device.type not in (Step.device_type, "meta")
-        for parameter in decoder.parameters()
-    ):
-        yield
-        return
-    with fused(decoder), ExitStack() as replacements:
-        steps = DecodingSteps(decoder, sparse, cuda_graphs=cuda_graphs)
-        for number, layer in enumerate(layers) if steps.never is None else ():
-            attention = FusedAttention(layer.self_attn, number, sparse, steps.current)
-            replacements.enter_context(replaced(layer.self_attn, attention))
-        replacements.enter_context(replaced(decoder, steps))
-        yield
