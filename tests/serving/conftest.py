@@ -2,7 +2,7 @@
 
 import pytest
 
-from msattn.trainer.serving.contiguous import buffer
+from msattn.trainer.serving.contiguous import buffers
 from msattn.trainer.serving.graphs.capture import Step
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -18,5 +18,5 @@ def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers that grow every few tokens."""
-    monkeypatch.setattr(buffer, "MIN_FREE", 4)
-    monkeypatch.setattr(buffer, "STEP", 1)
+    monkeypatch.setattr(buffers, "MIN_FREE", 4)
+    monkeypatch.setattr(buffers, "STEP", 1)

@@ -13,8 +13,8 @@ from transformers import DynamicCache
 
 from msattn.trainer.models.layer_attention import Angles
 from msattn.trainer.models.rope import KeysNotKnown
+from msattn.trainer.serving.contiguous.bucket_layers import BucketLayer
 from msattn.trainer.serving.contiguous.install import install_layers
-from msattn.trainer.serving.contiguous.layers import BucketLayer
 from tests.factory import random_partition
 
 BUCKETS = 5

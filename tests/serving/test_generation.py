@@ -15,7 +15,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.contiguous.layers import BucketLayer
+from msattn.trainer.serving.contiguous.bucket_layers import BucketLayer
 from tests.factory import FAMILIES, left_padded, random_partition, random_tokens, tiny_model
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate
 from tests.sparse import NEAREST_HALF, gate_for

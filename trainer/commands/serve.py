@@ -58,7 +58,7 @@ def check_libraries() -> None:
     """
     if missing := [name for name in EXTRA if find_spec(name) is None]:
         raise UserError(f"serve: {missing[0]} is not installed; pip install 'msattn[serve]'")
-    from msattn.trainer.serving.engines.batching_config import check_version
+    from msattn.trainer.serving.engines.batch_pages import check_version
 
     check_version("serve")
     if num_ranks() > 1:

@@ -19,8 +19,8 @@ from msattn.trainer.models.layer_attention import (
 )
 from msattn.trainer.models.replacement import NotCopied
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
-from msattn.trainer.serving.contiguous.keys import NO_CACHE
-from msattn.trainer.serving.contiguous.layers import BucketLayer, GrowingLayer
+from msattn.trainer.serving.contiguous.bucket_layers import BucketLayer
+from msattn.trainer.serving.contiguous.layers import NO_CACHE, GrowingLayer
 from msattn.trainer.serving.dispatch import (
     BY_CHOICE,
     FALLBACK,
@@ -29,10 +29,9 @@ from msattn.trainer.serving.dispatch import (
     Routing,
     whole_window,
 )
-from msattn.trainer.serving.engines.batching_config import batching_config
+from msattn.trainer.serving.engines.batch_pages import batching_config
 from msattn.trainer.serving.key_store import PromptKeys, RoutedKeys, RoutedQueries, TokenKeys
-from msattn.trainer.serving.paged.begin import PagedPasses
-from msattn.trainer.serving.paged.passes import PagedPass, Prompts, Sequences
+from msattn.trainer.serving.paged.passes import PagedPass, PagedPasses, Prompts, Sequences
 from msattn.trainer.serving.statistics import SparseStats, Statistics
 
 if TYPE_CHECKING:

@@ -1,33 +1,43 @@
 """Construction of the sparse attention of a model, for any engine that runs it: transformers or
-vLLM.
+vLLM. Artifacts are loaded, and checked against the model.
 """
 
+import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig
 
 from msattn.trainer import artifacts
 from msattn.trainer.config import SelectConfig
-from msattn.trainer.config.select import select_config
-from msattn.trainer.config.values import require
+from msattn.trainer.config.select import ROUTERS, select_config
+from msattn.trainer.config.sizes import BlockSizes
+from msattn.trainer.config.values import one_of, require
 from msattn.trainer.errors import ModelWarning, UserError
-from msattn.trainer.methods.buckets import Router
+from msattn.trainer.methods.base import check_finite
+from msattn.trainer.methods.buckets import PRESETS, Router
 from msattn.trainer.methods.budgets import Probes
+from msattn.trainer.methods.classifier.kmeans import KMeans
+from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.selection import Selection
+from msattn.trainer.methods.untrained import untrained_router
 from msattn.trainer.models.break_even import decoding_break_even, prefill_break_even
 from msattn.trainer.models.families import (
+    check_shape,
     check_supported,
     head_dim,
     num_heads,
     num_kv_heads,
     num_layers,
+    served_layers,
 )
 from msattn.trainer.models.identity import config_fingerprint
 from msattn.trainer.models.parallel import ModelShard
@@ -35,9 +45,9 @@ from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.dispatch import Dispatch, Routing
-from msattn.trainer.serving.load_artifacts import check_selection, load_router
 from msattn.trainer.serving.options import AttachOptions
 from msattn.trainer.serving.statistics import Statistics
+from msattn.trainer.storage.replace import current_folder
 
 # options that only a router uses
 DECODING = ("threshold", "keys", "probes", "recent", "sink", "dense_layers")
@@ -254,3 +264,75 @@ def _break_even(
     return cache(
         partial(decoding_break_even, device, key_bytes, routed.recent + routed.sink + keys, share)
     )
+
+
+def load(path: str | Path) -> Gate | KMeans | QModel | DecodeGate:
+    """Loads an artifact of any kind, on the CPU.
+
+    Parameters
+    ----------
+    path : folder of an artifact, or the id of a Hub repository.
+
+    Raises
+    ------
+    UserError : the artifact is missing, damaged or has another format version.
+    """
+    return artifacts.KINDS[artifacts.read_kind(path)].load(path)
+
+
+def load_router(qmodel: str | Path, config: PreTrainedConfig) -> Router:
+    """Returns the training-free router of this name, for the model with this ``config``, or loads a
+    router.
+
+    From a folder with several, loads the one that has precedence. A str that is a name is not a
+    folder; ``./quest`` is.
+    """
+    if isinstance(qmodel, str) and qmodel in ROUTERS:
+        return untrained_router(qmodel).for_model(
+            config, PRESETS.num_buckets, served_layers(config), seed=0
+        )
+    if (
+        isinstance(qmodel, str)
+        and qmodel.isidentifier()
+        and not os.path.lexists(current_folder(Path(qmodel)))
+    ):
+        one_of("qmodel", qmodel, (*ROUTERS, "embedded", "the folder or Hub id of an artifact"))
+    artifact = load(artifacts.find(qmodel, *artifacts.ROUTER_KINDS))
+    if isinstance(artifact, Gate):
+        accepted = "expected a qmodel, a decode_gate or a kmeans artifact"
+        raise UserError(f"qmodel={qmodel}: this is a gate for prefill; {accepted}")
+    return artifact
+
+
+def check_model(model: Any) -> None:
+    """Raises UserError for an object that is not a model, and like
+    :func:`msattn.trainer.models.families.check_supported`.
+    """
+    is_model = (
+        isinstance(model, nn.Module) and hasattr(model, "get_decoder") and hasattr(model, "config")
+    )
+    require(is_model, "model", repr(model), "expected a causal language model of transformers")
+    check_supported(model.config)
+
+
+def check_selection(selection: Selection, config: PreTrainedConfig) -> None:
+    """Raises UserError for a selection without a valid policy and scorer, or whose gate is for
+    another model or not finite.
+    """
+    policy, scorer = selection.policy, selection.scorer
+    policies = policy if isinstance(policy, Sequence) else [policy] * num_layers(config)
+    ok = len(policies) == num_layers(config) and all(map(callable, policies))
+    accepted = f"expected a policy, e.g. TopK(0.5), or one for each of {num_layers(config)} layers"
+    require(ok, "select.policy", repr(policy), accepted)
+    ok = callable(scorer) and isinstance(getattr(scorer, "sizes", None), BlockSizes)
+    require(ok, "select.scorer", repr(scorer), "expected a scorer, e.g. Quest()")
+    gate, served = selection.gate, served_layers(config)
+    if gate is not None:
+        check_shape("gate", gate.model_shape(), config)
+        require(
+            gate.layer_numbers == served,
+            "gate.layer_numbers",
+            gate.layer_numbers,
+            f"expected the layers {served}",
+        )
+        check_finite("gate", gate)

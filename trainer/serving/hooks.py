@@ -17,8 +17,8 @@ from msattn.trainer.models.families import check_length, served_layers
 from msattn.trainer.models.replacement import NotCopied, replaced
 from msattn.trainer.models.tap import PAGES, is_tapped
 from msattn.trainer.serving.attend import Sparse
+from msattn.trainer.serving.contiguous.bucket_layers import BucketLayer, rebuild_every
 from msattn.trainer.serving.contiguous.install import install_layers
-from msattn.trainer.serving.contiguous.layers import BucketLayer, rebuild_every
 from msattn.trainer.serving.engines.batch_pages import is_paged
 from msattn.trainer.serving.input_checks import check_held, check_inputs, check_memory
 

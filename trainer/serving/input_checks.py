@@ -12,7 +12,7 @@ from torch import Tensor
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import attention_layers, head_dim, num_kv_heads
-from msattn.trainer.serving.contiguous.buffer import grown_capacity
+from msattn.trainer.serving.contiguous.buffers import grown_capacity
 
 INTEGERS = (torch.int64, torch.int32)
 

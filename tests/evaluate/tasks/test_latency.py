@@ -44,7 +44,7 @@ from msattn.trainer.evaluate.tasks.timing import (
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.tap import LayerInputs, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, use_backend
-from msattn.trainer.serving.contiguous.layers import BucketLayer
+from msattn.trainer.serving.contiguous.bucket_layers import BucketLayer
 from tests.evaluate.runs import BUCKETS, loaded_and_found, rows_of, timed_config
 
 

@@ -29,7 +29,7 @@ from msattn.trainer.methods.gate.decode_distillation import (
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.key_thresholds import calibrate_keys
 from msattn.trainer.models.layer_attention import Angles, LayerInputs, Scoring
-from msattn.trainer.serving.load_artifacts import load_router
+from msattn.trainer.serving.build import load_router
 from msattn.trainer.serving.options import QMODEL
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
 from tests.methods.gate.random_gates import (

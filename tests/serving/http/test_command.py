@@ -72,7 +72,7 @@ def test_errors_of_the_start_are_one_line(command: Any, monkeypatch: pytest.Monk
     assert command()[0] == 2
     monkeypatch.delenv("MSATTN_API_KEY")
     monkeypatch.setattr(
-        "msattn.trainer.serving.engines.batching_config.transformers.__version__", "5.22.1"
+        "msattn.trainer.serving.engines.batch_pages.transformers.__version__", "5.22.1"
     )
     assert (
         "serve: needs transformers 5.23 or newer, 5.22.1 is installed; pip install -U "

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.serving.engines.batching_config import check_version
+from msattn.trainer.serving.engines.batch_pages import check_version
 
 
 @pytest.fixture(autouse=True)

@@ -189,6 +189,23 @@ def pool_keys(
     )
 
 
+def pool_from(
+    x: LayerInputs,
+    pools: Sequence[str],
+    rotation: rope.Rotation | None,
+    *,
+    block_size: int,
+    first: int = 0,
+    start: Tensor | None = None,
+) -> Tensor:
+    """Returns the pooled keys of the blocks from key ``first`` on, with padding up to ``start``.
+
+    Those of earlier passes are recovered by inverting the rotation of cached keys.
+    """
+    tail = rope.keys_before_rope(x, first, rotation)
+    return pool_keys(pools, tail, x.k[:, :, first:], block_size=block_size, start=start)
+
+
 @dataclass(frozen=True)
 class GateDetails:
     """Schema of the manifest entries of :meth:`Gate.details`."""

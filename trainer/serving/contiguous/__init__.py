@@ -1,7 +1,7 @@
 """Keys and values in one tensor for each layer, as the caches of ``generate`` hold them.
 
-``buffer`` and ``layers`` implement the layers of such a cache; ``install`` puts them into a
-transformers cache. ``keys`` computes attention over them.
+``layers`` and ``bucket_layers`` are the layers of such a cache, and key stores; ``buffers`` holds
+what they keep, and ``install`` puts them into a transformers cache.
 
 Import from the modules.
 """

@@ -17,13 +17,13 @@ from transformers.cache_utils import (
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import Router
-from msattn.trainer.serving.contiguous.layers import (
+from msattn.trainer.serving.contiguous.bucket_layers import (
     REBUILD_EVERY,
     BlockLayer,
     BucketLayer,
     ClusterLayer,
-    GrowingLayer,
 )
+from msattn.trainer.serving.contiguous.layers import GrowingLayer
 
 LAYERS: dict[str, type[BucketLayer]] = {
     "buckets": BucketLayer,

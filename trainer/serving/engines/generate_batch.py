@@ -27,8 +27,12 @@ from msattn.trainer.models.families import (
 from msattn.trainer.models.replacement import NotCopied, replaced
 from msattn.trainer.models.tap import BATCHED_IMPLEMENTATION, PAGES, is_tapped
 from msattn.trainer.serving.attend import Sparse
-from msattn.trainer.serving.engines.batch_pages import AllocatedState, begin_pass, is_paged
-from msattn.trainer.serving.engines.batching_config import check_version
+from msattn.trainer.serving.engines.batch_pages import (
+    AllocatedState,
+    begin_pass,
+    check_version,
+    is_paged,
+)
 from msattn.trainer.serving.engines.whole_blocks import WholeBlocks
 from msattn.trainer.serving.graphs.capture import uncapturable
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from msattn.trainer.models.replacement import NotCopied
-from msattn.trainer.serving.contiguous.buffer import Buffer
+from msattn.trainer.serving.contiguous.buffers import Buffer
 
 UNKNOWN = -1
 _capturing = threading.Lock()

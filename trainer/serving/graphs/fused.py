@@ -93,23 +93,22 @@ class FusedAttention(_Fused):
             )
         position = cache_layer.get_seq_length() if step is None else step.position
         q = rotate_and_append(q_nope, k_nope, v, cos, sin, keys, values, position)
-        before_rope, scoring = (q_nope, k_nope), Scoring(self.module.scaling)
         if step is None:
             cache_layer.add_tokens(q.shape[2])
-            start, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-            angles = Angles(cos, sin, positions)
             keys, values = (each[:, :, : cache_layer.get_seq_length()] for each in (keys, values))
-            x = LayerInputs(
-                self.layer, q, keys, values, *before_rope, angles, scoring, start, cache_layer
-            )
-            out = self.sparse.attend(x)
+            start, kv_len = kwargs.get("attention_mask"), None
         else:
-            start, angles = step.kv_start, Angles(cos, sin)
-            x = LayerInputs(
-                self.layer, q, keys, values, *before_rope, angles, scoring, start, cache_layer,
-                kv_len=step.kv_len,
-            )  # fmt: skip
-            out = self.sparse.attend_step(x, step.window, dense=step.dense)
+            start, kv_len = step.kv_start, step.kv_len
+        angles, scoring = Angles(cos, sin, kwargs.get("position_ids")), Scoring(self.module.scaling)
+        x = LayerInputs(
+            self.layer, q, keys, values, q_nope, k_nope, angles, scoring, start, cache_layer,
+            kv_len=kv_len,
+        )  # fmt: skip
+        out = (
+            self.sparse.attend(x)
+            if step is None
+            else self.sparse.attend_step(x, step.window, dense=step.dense)
+        )
         return self.module.o_proj(out.transpose(1, 2).reshape(*hidden.shape[:2], -1)), None
 
     def _is_prompt(self, hidden: Tensor, kwargs: dict[str, Any]) -> bool:

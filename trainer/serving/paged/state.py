@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.config import GateConfig
+from msattn.trainer.methods.gate.attn_gate import pool_from
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.paged.kept_sizes import BucketSizes
-from msattn.trainer.serving.pooled_keys import pool_from
 from msattn.trainer.serving.statistics import Statistics
 
 
