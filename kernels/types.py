@@ -93,12 +93,18 @@ class PagedKeys(NamedTuple):
     cache: ``table`` is int32 ``[B, pages]``, and its entries past the end of a sequence are not
     read. ``kv_len``, int32 ``[B]``, is the number of filled positions, the queries' own keys
     included. A slot is a position of the physical cache, ``page * page_size + offset``.
+
+    Both k and v may be ``torch.float8_e4m3fn`` instead of the dtype of the queries, on GPUs from
+    compute capability 8.9. Their numbers are then ``k * k_scale`` and ``v * v_scale``: positive
+    fp32 tensors with one element, or with one for each key/value head. None is 1.
     """
 
     k: Tensor
     v: Tensor
     table: Tensor
     kv_len: Tensor
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
 
 
 class ScoreMod(NamedTuple):

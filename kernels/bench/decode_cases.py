@@ -150,7 +150,7 @@ def _paged(
     """Returns pages of keys and values, the table, full lengths, and the others by slot."""
     kv_len = torch.full((shape.batch,), shape.length, dtype=torch.int32, device=k.device)
     cache, by_slot = random_pages(k, v, kv_len, page_size, others, shape.seed)
-    return *cache, *by_slot
+    return *cache[:4], *by_slot
 
 
 class _BucketProblem(NamedTuple):

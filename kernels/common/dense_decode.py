@@ -43,6 +43,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import has_aligned_rows
+from msattn.kernels.common.fp8 import head_stride, load_scale
 from msattn.kernels.common.paged_tiles import load_pages
 from msattn.kernels.common.primitives import (
     LN_2,
@@ -77,12 +78,13 @@ def launch(
     scale: float,
     splits: int | None,
     table: Tensor | None = None,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> tuple[Tensor, Tensor]:
     """Launches the kernels.
 
     With a ``table``, int32 ``[B, pages]`` with contiguous rows, ``k`` and ``v`` are pages
-    ``[P, Hkv, page_size, D]``. The grid depends only on shapes, so that a captured CUDA graph
-    serves any lengths.
+    ``[P, Hkv, page_size, D]``, maybe in FP8 with the ``scales`` of both (:mod:`.fp8`). The grid
+    depends only on shapes, so that a captured CUDA graph serves any lengths.
     """
     batch, q_heads, num_queries, head = q.shape
     kv_heads, num_keys = k.shape[1:3]
@@ -116,8 +118,10 @@ def launch(
         window = window if score_mod.window is None else score_mod.window
     for step in ("max", "sum") if variant == "global" else ("partial",):
         _split_dense_decode_kernel[(splits * row_blocks, kv_heads, batch)](
-            q, k, v, *views, part_max, part_sum, part_out, kv_start, kv_len, table, mod_arguments,
+            q, k, v, *views, part_max, part_sum, part_out, kv_start, kv_len, table, *scales,
+            mod_arguments,
             *q.stride(), *k.stride(), *v.stride(), 0 if table is None else table.stride(0),
+            *map(head_stride, scales),
             q_heads // kv_heads, num_queries, num_keys, row_blocks, window, scale,
             LOG2_E if score_mod else scale * LOG2_E,
             STEP=step, SINGLE=splits == 1, MOD=kernel, CAUSAL=causal, PAGE=page_size,
@@ -175,10 +179,10 @@ def default_tile(rows: int, cols: int, itemsize: int, sm: int) -> Tile:
 )
 def _split_dense_decode_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc, part_max_ptr, part_sum_ptr, part_out_ptr, kv_start_ptr,
-    kv_len_ptr, table_ptr,
+    kv_len_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
     mod_arguments,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_km, stride_kd,
-    stride_vb, stride_vh, stride_vm, stride_vd, stride_tb,
+    stride_vb, stride_vh, stride_vm, stride_vd, stride_tb, stride_k_scale, stride_v_scale,
     group, num_queries, num_keys, row_blocks, window, scale, scale2,
     STEP: tl.constexpr, SINGLE: tl.constexpr, MOD: tl.constexpr, CAUSAL: tl.constexpr,
     PAGE: tl.constexpr,
@@ -215,6 +219,11 @@ def _split_dense_decode_kernel(
     )
     i = offset + packed % num_queries  # positions of the rows' queries
 
+    # scores are products with stored keys, and acc is a sum of stored values
+    k_scale = load_scale(k_scale_ptr, kv_head, stride_k_scale)
+    scale *= k_scale
+    if MOD is None:
+        scale2 *= k_scale
     o_d = tl.arange(0, BD)
     m_d = o_d < HEAD
     q_ptrs = (
@@ -244,7 +253,7 @@ def _split_dense_decode_kernel(
             block, first = _block_and_row(table_ptr, batch, j0, True, PAGE)
             s = tl.dot(
                 b_q,
-                tl.trans(load_tile(k_desc, block, kv_head, first, BN, BD)),
+                tl.trans(load_tile(k_desc, block, kv_head, first, BN, BD).to(b_q.dtype)),
                 input_precision=PRECISION,
             )
             s = _modify(
@@ -253,7 +262,7 @@ def _split_dense_decode_kernel(
             if STEP == "max":
                 m = tl.maximum(m, tl.max(s, 1) * scale2)
             else:
-                b_v = load_tile(v_desc, block, kv_head, first, BN, BD)
+                b_v = load_tile(v_desc, block, kv_head, first, BN, BD).to(b_q.dtype)
                 m, l, acc = _add_values(s, b_v, m, l, acc, base, scale2, STEP, PRECISION)
     for j0 in tl.range(by_pointer, end, BN):
         j = j0 + tl.arange(0, BN)
@@ -264,7 +273,7 @@ def _split_dense_decode_kernel(
         k_ptrs = (
             k_ptr + (block * stride_kb + row_of * stride_km)[:, None] + o_d[None, :] * stride_kd
         )
-        b_k = tl.load(k_ptrs, mask=m_tile, other=0.0)  # [BN, BD]
+        b_k = tl.load(k_ptrs, mask=m_tile, other=0.0).to(b_q.dtype)  # [BN, BD]
         s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BM, BN]
         s = _modify(s, batch, head, i, j, first_key, num_keys, scale, mod_arguments, MOD, CAUSAL)
         s = tl.where(live[None, :], s, float("-inf"))
@@ -274,7 +283,7 @@ def _split_dense_decode_kernel(
             v_ptrs = (
                 v_ptr + (block * stride_vb + row_of * stride_vm)[:, None] + o_d[None, :] * stride_vd
             )
-            b_v = tl.load(v_ptrs, mask=m_tile, other=0.0)  # [BN, BD]
+            b_v = tl.load(v_ptrs, mask=m_tile, other=0.0).to(b_q.dtype)  # [BN, BD]
             m, l, acc = _add_values(s, b_v, m, l, acc, base, scale2, STEP, PRECISION)
 
     # dependent programs that start earlier would be distributed unevenly over the SMs
@@ -283,6 +292,7 @@ def _split_dense_decode_kernel(
     if STEP == "max" or (STEP == "partial" and not SINGLE):
         tl.store(part_max_ptr + part, m, mask=row < rows)
     if STEP != "max":
+        acc *= load_scale(v_scale_ptr, kv_head, stride_v_scale)
         if SINGLE:  # part_sum and part_out are lse and out
             l = tl.where(l != 0, l, 1.0)  # l and acc are 0 where no key is visible
             acc = acc / l[:, None]

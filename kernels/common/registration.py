@@ -124,6 +124,6 @@ def empty_decoding(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 def on_pages(reference: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a reference that takes the tensors of its ``cache`` one by one."""
-    return lambda k, v, table, kv_len, **others: reference(
-        cache=PagedKeys(k, v, table, kv_len), **others
+    return lambda k, v, table, kv_len, k_scale, v_scale, **others: reference(
+        cache=PagedKeys(k, v, table, kv_len, k_scale, v_scale), **others
     )

@@ -39,6 +39,7 @@ from msattn.kernels.common.checks import (
     resolve_scale,
     resolve_softcap,
 )
+from msattn.kernels.common.fp8 import head_stride, load_scale
 from msattn.kernels.common.paged_checks import check_paged_keys
 from msattn.kernels.common.paged_tiles import packed_span
 from msattn.kernels.common.primitives import (
@@ -167,6 +168,8 @@ def launch(
     v: Tensor,
     table: Tensor,
     kv_len: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     cu_queries: Tensor,
     block_mask: Tensor | None,
     max_queries: int,
@@ -206,8 +209,10 @@ def launch(
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
     _paged_block_sparse_attention_kernel[(batch * q_heads * row_blocks,)](
-        q, k, v, k_desc, v_desc, out, lse, table, cu_queries, kv_len, lists, lengths,
+        q, k, v, k_desc, v_desc, out, lse, table, cu_queries, kv_len, k_scale, v_scale, lists,
+        lengths,
         *q.stride(), k.stride(2), v.stride(2), *out.stride(), table.stride(0),
+        head_stride(k_scale), head_stride(v_scale),
         q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, batch, list_heads,
         entries,
         scale * LOG2_E, unscaled_limit(softcap, scale),
@@ -236,9 +241,9 @@ _operator = register_op(
 )  # fmt: skip
 def _paged_block_sparse_attention_kernel(
     q_ptr, k_ptr, v_ptr, k_desc, v_desc, out_ptr, lse_ptr, table_ptr, cu_queries_ptr, kv_len_ptr,
-    lists_ptr, lengths_ptr,
+    k_scale_ptr, v_scale_ptr, lists_ptr, lengths_ptr,
     stride_qt, stride_qh, stride_qd, stride_kh, stride_vh,
-    stride_ot, stride_oh, stride_od, stride_tb,
+    stride_ot, stride_oh, stride_od, stride_tb, stride_k_scale, stride_v_scale,
     group, kv_heads, num_queries, num_keys, row_blocks, batch, list_heads, entries, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEYS: tl.constexpr,
     PAGE: tl.constexpr,
@@ -279,6 +284,11 @@ def _paged_block_sparse_attention_kernel(
         list_ptr = None
         _, all_blocks, _, full = visible_column_blocks(t0, keys, queries, delta, BM, KEYS, True)
 
+    # scores are products with stored keys, and acc is a sum of stored values
+    k_scale = load_scale(k_scale_ptr, kv_head, stride_k_scale)
+    scale2 *= k_scale
+    if limit is not None:
+        limit /= k_scale
     table_ptr += b.to(tl.int64) * stride_tb
     k_ptr += kv_head.to(tl.int64) * stride_kh
     v_ptr += kv_head.to(tl.int64) * stride_vh
@@ -298,12 +308,12 @@ def _paged_block_sparse_attention_kernel(
             page = tl.load(table_ptr + u0 // PAGE)
             s = tl.dot(
                 q,
-                tl.trans(load_tile(k_desc, page, kv_head, u0 % PAGE, BN, COLS)),
+                tl.trans(load_tile(k_desc, page, kv_head, u0 % PAGE, BN, COLS).to(q.dtype)),
                 input_precision=PRECISION,
             )
             if limit is not None:
                 s = cap_scores(s, limit)
-            v = load_tile(v_desc, page, kv_head, u0 % PAGE, BN, COLS)
+            v = load_tile(v_desc, page, kv_head, u0 % PAGE, BN, COLS).to(q.dtype)
             m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
     runs, pages = _find_pages(list_ptr, table_ptr, first, keys, KEYS, BN, RUN, PAGE)
     # Few tiles are left after those of descriptors.
@@ -312,17 +322,18 @@ def _paged_block_sparse_attention_kernel(
         page = repeat_runs(pages, RUN).to(tl.int64)
         offset = (tl.minimum(run_keys(runs, RUN), keys - 1) % PAGE).to(tl.int64)
         k = load_rows(k_ptr + page * STRIDES_K[0] + offset * STRIDES_K[1], HEAD, COLS)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [BM, BN]
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)  # [BM, BN]
         if limit is not None:
             s = cap_scores(s, limit)
         if n >= full * KEYS // BN:
             s = mask_scores(
                 s, t, listed_keys(list_ptr, n, all_blocks, keys, KEYS, BN, RUN), keys, delta, True
             )
-        v = load_rows(v_ptr + page * STRIDES_V[0] + offset * STRIDES_V[1], HEAD, COLS)
+        v = load_rows(v_ptr + page * STRIDES_V[0] + offset * STRIDES_V[1], HEAD, COLS).to(q.dtype)
         runs, pages = _find_pages(list_ptr, table_ptr, n + 1, keys, KEYS, BN, RUN, PAGE)
         m, l, acc = softmax_step(s, tl.max(s, 1), v, m, l, acc, scale2, PRECISION)
     out, lse2 = softmax_finalize(m, l, acc, t < queries)
+    out *= load_scale(v_scale_ptr, kv_head, stride_v_scale)
     row_ptrs = (
         out_ptr + rows[:, None] * stride_ot + h.to(tl.int64) * stride_oh + d[None, :] * stride_od
     )

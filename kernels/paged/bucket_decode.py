@@ -39,6 +39,7 @@ from msattn.kernels.common.checks import (
     resolve_softcap,
 )
 from msattn.kernels.common.decode_tiles import default_tile, dense_window, load_group, store_split
+from msattn.kernels.common.fp8 import head_stride, load_scale
 from msattn.kernels.common.paged_checks import MAX_BUCKETS, check_paged_decode
 from msattn.kernels.common.paged_tiles import load_pages
 from msattn.kernels.common.primitives import (
@@ -146,6 +147,8 @@ def launch(
     v: Tensor,
     table: Tensor,
     kv_len: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     buckets: Tensor,
     probes: Tensor,
     recent_of: Tensor | None,
@@ -183,9 +186,10 @@ def launch(
     part_out = q.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
     part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
     _split_paged_bucket_decode_kernel[(splits, kv_heads, batch)](
-        q, k, v, table, kv_len, buckets, probes, recent_of, counts, words, slots, part_max,
-        part_sum, part_out,
+        q, k, v, table, kv_len, k_scale, v_scale, buckets, probes, recent_of, counts, words, slots,
+        part_max, part_sum, part_out,
         q.stride(0), q.stride(1), q.stride(3), *k.stride()[:3], *v.stride()[:3], table.stride(0),
+        head_stride(k_scale), head_stride(v_scale),
         *buckets.stride(), *probes.stride()[:2],
         group, capacity, probes.shape[2], num_words, listed, recent, sink, scale * LOG2_E,
         unscaled_limit(softcap, scale),
@@ -222,11 +226,11 @@ _counting_operator = register_op(
     ]
 )  # fmt: skip
 def _split_paged_bucket_decode_kernel(
-    q_ptr, k_ptr, v_ptr, table_ptr, kv_len_ptr, buckets_ptr, probes_ptr, recent_of_ptr, counts_ptr,
-    words_ptr, slots_ptr,
+    q_ptr, k_ptr, v_ptr, table_ptr, kv_len_ptr, k_scale_ptr, v_scale_ptr, buckets_ptr, probes_ptr,
+    recent_of_ptr, counts_ptr, words_ptr, slots_ptr,
     part_max_ptr, part_sum_ptr, part_out_ptr,
     stride_qb, stride_qh, stride_qd, stride_kp, stride_ks, stride_kh, stride_vp, stride_vs,
-    stride_vh, stride_tb,
+    stride_vh, stride_tb, stride_k_scale, stride_v_scale,
     stride_bp, stride_bs, stride_bh, stride_pb, stride_ph,
     group, capacity, num_probes, num_words, listed, recent, sink, scale2, limit,
     PAGE: tl.constexpr, HEAD: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
@@ -276,6 +280,11 @@ def _split_paged_bucket_decode_kernel(
         slot, bucket = next_slot, next_bucket
     tl.debug_barrier()  # slots are read by other threads than wrote them
 
+    # scores are products with stored keys, and acc is a sum of stored values
+    k_scale = load_scale(k_scale_ptr, kv_head, stride_k_scale)
+    scale2 *= k_scale
+    if limit is not None:
+        limit /= k_scale
     o_d = tl.arange(0, BD)
     m_d = o_d < HEAD
     b_q = load_group(q_ptr, batch, kv_head, group, stride_qb, stride_qh, stride_qd, HEAD, BH, BD)
@@ -290,8 +299,8 @@ def _split_paged_bucket_decode_kernel(
         m_tile = live[:, None] & m_d[None, :]
         k_ptrs = k_ptr + (page * stride_kp + offset * stride_ks)[:, None] + o_d[None, :]
         v_ptrs = v_ptr + (page * stride_vp + offset * stride_vs)[:, None] + o_d[None, :]
-        b_k = tl.load(k_ptrs, mask=m_tile, other=0.0)  # [BN, BD]
-        b_v = tl.load(v_ptrs, mask=m_tile, other=0.0)  # [BN, BD]
+        b_k = tl.load(k_ptrs, mask=m_tile, other=0.0).to(b_q.dtype)  # [BN, BD]
+        b_v = tl.load(v_ptrs, mask=m_tile, other=0.0).to(b_q.dtype)  # [BN, BD]
         s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)  # [BH, BN]
         if limit is not None:
             s = cap_scores(s, limit)
@@ -300,6 +309,7 @@ def _split_paged_bucket_decode_kernel(
 
     if counts_ptr is not None:
         tl.atomic_add(counts_ptr + batch * kv_heads + kv_head, count.to(tl.int64), sem="relaxed")
+    acc *= load_scale(v_scale_ptr, kv_head, stride_v_scale)
     store_split(
         part_max_ptr, part_sum_ptr, part_out_ptr, m, l, acc, batch, kv_head, group, HEAD, BH, BD
     )

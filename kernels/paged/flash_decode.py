@@ -66,6 +66,8 @@ def launch(
     v: Tensor,
     table: Tensor,
     kv_len: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
@@ -74,7 +76,7 @@ def launch(
     table = table if table.stride(1) == 1 else table.contiguous()
     k, v = k.transpose(1, 2), v.transpose(1, 2)  # [P, Hkv, page_size, D]
     return dense_decode.launch(
-        q, k, v, score_mod, None, kv_len, "partial", True, scale, None, table=table
+        q, k, v, score_mod, None, kv_len, "partial", True, scale, None, table, (k_scale, v_scale)
     )
 
 

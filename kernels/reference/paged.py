@@ -1,7 +1,7 @@
 """References of the operations on a paged cache, one sequence at a time.
 
-They gather the filled pages of a sequence, and refuse lengths outside the table and filled pages
-outside the cache.
+They gather the filled pages of a sequence, and refuse lengths outside the table, filled pages
+outside the cache, and scales that are not positive.
 """
 
 import math
@@ -14,10 +14,13 @@ from torch import Tensor
 from msattn.kernels.common.block_bits import unpack_blocks
 from msattn.kernels.common.block_checks import resolve_key_block_size
 from msattn.kernels.common.checks import resolve_scale, resolve_softcap, statistics_dtype
+from msattn.kernels.common.fp8 import FP8, dequantize
 from msattn.kernels.reference.block_sparse_attention import block_sparse_attention
 from msattn.kernels.reference.common import cap_scores, masked_attention
 from msattn.kernels.reference.flash_decode import flash_decode
 from msattn.kernels.types import PagedKeys, ScoreMod, SparseAttention
+
+ALL = slice(None)
 
 
 def paged_block_sparse_attention(
@@ -44,7 +47,7 @@ def paged_block_sparse_attention(
     for b, ((begin, end), slots) in enumerate(zip(bounds, paged_slots(cache), strict=True)):
         if begin == end:
             continue
-        k, v = (x[slots].transpose(0, 1)[None] for x in (cache.k, cache.v))  # [1, Hkv, kv_len, D]
+        k, v = (x[None] for x in _gather(cache, *slots, statistics_dtype(q)))
         blocks = [
             -(-tokens // size)
             for tokens, size in zip((end - begin, k.shape[2]), sizes, strict=True)
@@ -97,8 +100,7 @@ def paged_flash_decode(
     for b, (page, offset) in enumerate(paged_slots(cache)):
         if len(page) == 0:
             continue
-        # [1, Hkv, kv_len, D]
-        k, v = (x[page, offset].transpose(0, 1)[None] for x in (cache.k, cache.v))
+        k, v = (x[None] for x in _gather(cache, page, offset, lse.dtype))
         one = slice(b, b + 1)
         out[one], lse[one] = flash_decode(q[one], k, v, causal=True, score_mod=mod, scale=scale)
     return SparseAttention(out, lse)
@@ -129,8 +131,9 @@ def paged_bucket_decode(
         for h in range(kv_heads):
             bucket = buckets[page, offset, h]
             read = dense | (torch.isin(bucket, probes[b, h]) & (bucket >= 0))
-            keys, values = (
-                x[page[read], offset[read], h].to(statistics) for x in (cache.k, cache.v)
+            (keys,), (values,) = (
+                x.to(statistics)
+                for x in _gather(cache, page[read], offset[read], statistics, slice(h, h + 1))
             )
             seen = read.new_ones(1, len(keys))
             out[b, h], lse[b, h] = masked_attention(
@@ -159,6 +162,27 @@ def paged_bucket_sizes(
         valid = (bucket >= 0) & (bucket < num_buckets)
         own.scatter_add_(1, bucket.where(valid, 0), valid.to(own.dtype))
     return sizes
+
+
+def _gather(
+    cache: PagedKeys, page: Tensor, offset: Tensor, dtype: torch.dtype, heads: slice = ALL
+) -> list[Tensor]:
+    """Returns the keys and values of some heads in slots, ``[H, n, D]``; those in FP8 become
+    ``dtype``.
+    """
+    found = []
+    for name in ("k", "v"):
+        x, scale = getattr(cache, name), getattr(cache, f"{name}_scale")
+        if scale is not None and not bool(((scale > 0) & scale.isfinite()).all()):
+            raise ValueError(
+                f"cache.{name}_scale={scale.tolist()}: expected positive, finite numbers"
+            )
+        some = x[page, offset, heads].transpose(0, 1)
+        if x.dtype == FP8:
+            of_heads = None if scale is None else scale.expand(x.shape[2])[heads]
+            some = dequantize(some, of_heads, dtype)
+        found.append(some)
+    return found
 
 
 def paged_slots(cache: PagedKeys) -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,7 +10,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from msattn.kernels.common.fp8 import FP8, dequantize, quantize
 from msattn.kernels.testing import assert_within_budget, random_qkv, starts, visible
+from msattn.kernels.types import PagedKeys
 
 Numbers = int | Sequence[int]  # of all sequences, or of each
 ANY_LENGTHS = {  # of queries, and of so many more keys
@@ -55,6 +57,35 @@ def keys_read(
         (probed | (position < first + sink) | (position >= stop - newest))
         & (position >= first)
         & (position < stop)
+    )
+
+
+class InFP8(NamedTuple):
+    """Keys and values ``[B, Hkv, M, D]`` as a cache in FP8 stores them, and the numbers that they
+    are.
+    """
+
+    stored: tuple[Tensor, Tensor]  # in fp32
+    exact: tuple[Tensor, Tensor]  # in fp64
+    scales: dict[str, Tensor]
+
+    def cache(self, pages: PagedKeys) -> PagedKeys:
+        """Returns pages of what is stored as a cache in FP8."""
+        return pages._replace(k=pages.k.to(FP8), v=pages.v.to(FP8), **self.scales)
+
+
+def in_fp8(k: Tensor, v: Tensor, *, by_head: bool) -> InFP8:
+    """Returns keys and values in FP8, with one scale for all heads or one for each; some are
+    saturated.
+    """
+    heads = torch.arange(k.shape[1] if by_head else 1, device=k.device)
+    scales = 0.007 * 1.3**heads, 0.02 / (1 + heads)
+    stored = [quantize(x, scale) for x, scale in zip((k, v), scales, strict=True)]
+    exact = [dequantize(x, scale, torch.float64) for x, scale in zip(stored, scales, strict=True)]
+    return InFP8(
+        (stored[0].float(), stored[1].float()),
+        (exact[0], exact[1]),
+        {"k_scale": scales[0], "v_scale": scales[1] if by_head else scales[1][0]},
     )
 
 

@@ -23,8 +23,11 @@ import pytest
 import torch
 
 from msattn.kernels.common.block_bits import pack_blocks
+from msattn.kernels.common.fp8 import FP8
+from msattn.kernels.common.paged_checks import FP8_CAPABILITY
 from msattn.kernels.operations import OPERATIONS
 from msattn.kernels.testing import random_block_mask, random_pages, random_qkv, starts
+from msattn.kernels.types import PagedKeys
 from tests.house.modules import ROOT
 from tests.kernels.problems import random_buckets
 
@@ -141,12 +144,12 @@ def _paged_block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) -
         random_block_mask(1, 2, row_blocks, col_blocks, 0.5),
         torch.tensor([0, 200], dtype=torch.int32),
     )
-    for block_mask, key_block_size, softcap in zip(
-        (None, mask), (block_size, 16), CAPS, strict=True
-    ):
+    variants = zip((None, mask), (block_size, 16), CAPS, strict=True)
+    caches = _with_fp8(cache, sm)
+    for (block_mask, key_block_size, softcap), each in itertools.product(variants, caches):
         op.launch(
             q[0].transpose(0, 1),
-            *cache,
+            *each,
             rows,
             block_mask,
             200,
@@ -340,11 +343,17 @@ def _conv_attention(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 def _paged_cache(dtype: torch.dtype, head_size: int, page_size: int):
     """Returns queries of two sequences, and the views of one layer in a buffer of two."""
-    from msattn.kernels.types import PagedKeys
-
     k, v = torch.zeros(2, 40, 2, page_size, 2, head_size, dtype=dtype)[:, :, 0]
     table, kv_len = torch.zeros(2, 20, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
     return torch.zeros(2, 4, 1, head_size, dtype=dtype), PagedKeys(k, v, table, kv_len)
+
+
+def _with_fp8(cache: PagedKeys, sm: int) -> list[PagedKeys]:
+    """Returns a cache, and the same one in FP8 if the GPU can read it."""
+    if sm < FP8_CAPABILITY:
+        return [cache]
+    scales = {"k_scale": torch.ones(2), "v_scale": torch.ones(1)}
+    return [cache, cache._replace(k=cache.k.to(FP8), v=cache.v.to(FP8), **scales)]
 
 
 def _paged_bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -358,7 +367,8 @@ def _paged_bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
         torch.zeros(40, page_size, 2, dtype=torch.int16),
         torch.zeros(2, 2, 5, dtype=torch.int32),
     )
-    op.launch(q, *cache, buckets, probes, recent_of, 9, 1, 0.1, softcap, counts)
+    for each in _with_fp8(cache, sm):
+        op.launch(q, *each, buckets, probes, recent_of, 9, 1, 0.1, softcap, counts)
 
 
 def _paged_bucket_sizes(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -382,7 +392,8 @@ def _paged_flash_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
     page_size, softcap = _choose([(16, 30.0), (256, None)], head_size, sm)
     q, cache = _paged_cache(dtype, head_size, page_size)
-    op.launch(q.expand(-1, -1, 3, -1), *cache, 0.1, softcap)
+    for each in _with_fp8(cache, sm):
+        op.launch(q.expand(-1, -1, 3, -1), *each, 0.1, softcap)
 
 
 def _conv_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -462,6 +473,10 @@ def _write_pages(dtype: torch.dtype, head_size: int, sm: int) -> None:
         )
         op.launch(new, new, cache, cache, slots, slots, slots.int().expand(2, tokens), buckets)
         op.launch(new, new, cache, cache, slots, slots, None, None)
+        if sm >= FP8_CAPABILITY:
+            scale, held = torch.ones(2), cache.to(FP8)
+            op.launch(new, new, held, held, slots, slots, None, None, scale, scale[0])
+            op.launch_rounding(new, scale)
 
 
 def _choose(variants: Sequence[Variant], head_size: int, sm: int) -> Variant:

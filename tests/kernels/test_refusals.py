@@ -14,7 +14,7 @@ from msattn.kernels.decoder_layer import gated_silu, rms_norm, rotate_and_append
 from msattn.kernels.flash_decode.score_mod import alibi, sliding_window, softcap
 from msattn.kernels.nearest_centroid import bucket_sums
 from msattn.kernels.operations import OPERATIONS
-from msattn.kernels.paged.write import write_pages
+from msattn.kernels.paged.write import round_keys, write_pages
 from msattn.kernels.testing import starts
 from msattn.kernels.types import BucketIndex, PagedKeys, SparseAttention
 from msattn.kernels.unrotate import unrotate
@@ -41,6 +41,7 @@ WEIGHTED: list[tuple[dict[str, Any], str]] = [
     ({"weight": zeros(4, 4, 1, 1)}, r"weight.shape=\(4, 4, 1, 1\)"),
     ({"kv_start": starts([41])}, r"kv_start=\[41\]"),
 ]
+IN_FP8 = {name: zeros(12, 16, 2, 16).to(torch.float8_e4m3fn) for name in "kv"}
 PAGED: list[tuple[dict[str, Any], str]] = [  # changes of the cache
     ({"k": zeros(10, 16, 2, 80)}, r"cache.k has shape \(10, 16, 2, 80\)"),
     ({"k": zeros(10, 16, 16, 2).mT}, "cache.k has shape .* strides"),
@@ -59,6 +60,15 @@ PAGED: list[tuple[dict[str, Any], str]] = [  # changes of the cache
         r"cache.table\[0\]=\[0, 12, 1, 2, 3\]: expected pages",
     ),
     ({"table": torch.tensor([[-1, 3, 1, 2, 3], [0] * 5], dtype=INT)}, "cache.table"),
+    ({"k": IN_FP8["k"]}, "cache.v.dtype=torch.float32: expected .* the same for cache.k and"),
+    ({"v": IN_FP8["v"]}, "cache.v.dtype=torch.float8_e4m3fn"),
+    ({name: x.to(torch.float8_e5m2) for name, x in IN_FP8.items()}, "dtype=torch.float8_e5m2"),
+    ({"k_scale": torch.ones(1)}, "cache.k_scale: expected None for .* in torch.float32"),
+    (IN_FP8 | {"k_scale": torch.ones(3)}, r"cache.k_scale is torch.float32 \(3,\): .* or \(2,\)"),
+    (IN_FP8 | {"v_scale": torch.ones(2).half()}, "cache.v_scale is torch.float16"),
+    (IN_FP8 | {"v_scale": zeros(1, device="meta")}, "cache.v_scale.device=meta"),
+    (IN_FP8 | {"v_scale": zeros(1)}, r"cache.v_scale=\[0.0\]: expected positive"),
+    (IN_FP8 | {"k_scale": torch.tensor([1.0, NAN])}, r"cache.k_scale=\[1.0, nan\]"),
 ]
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "maxpool_attention": [
@@ -383,12 +393,19 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"keys": zeros(5, 8, 1, 16)}, "keys is"),
         ({"values": zeros(5, 9, 2, 16)}, "values is"),
         ({"values": zeros(5, 8, 2, 16).double()}, "values is torch.float64"),
+        ({"values": zeros(5, 8, 2, 16).to(torch.float8_e4m3fn)}, "values is torch.float8_e4m3fn"),
+        ({"v_scale": torch.ones(())}, "v_scale: expected None for keys and values in"),
         ({"pages": zeros(3).int()}, "pages is torch.int32"),
         ({"offsets": zeros(4, dtype=LONG)}, r"offsets is torch.int64 \(4,\)"),
         ({"ids": None}, "ids and buckets: expected both or neither"),
         ({"ids": zeros(2, 3)}, "ids is torch.float32"),
         ({"buckets": zeros(5, 8, 2, dtype=INT)}, "buckets is torch.int32"),
         ({"buckets": zeros(5, 8, 2, dtype=SHORT, device="meta")}, "buckets.device=meta"),
+    ],
+    "round_keys": [
+        ({"k": zeros(2, 3)}, r"k is torch.float32 \(2, 3\)"),
+        ({"k": zeros(2, 3, 16, dtype=INT)}, "k is torch.int32"),
+        ({"k_scale": torch.ones(3)}, r"k_scale is torch.float32 \(3,\): expected .* \(2,\)"),
     ],
 }
 # functions that are no operations, and valid arguments
@@ -428,12 +445,15 @@ PLAIN: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "ids": zeros(2, 3, dtype=LONG),
         },
     ),
+    "round_keys": (round_keys, {"k": zeros(2, 3, 16), "k_scale": torch.ones(2)}),
 }
 
 
 WITHOUT_BFLOAT16 = ("apply_sinks", "best_blocks", "paged_bucket_sizes")
 # of any dtype of the others
-FULL_PRECISION = ("lses", "centroids", "pooled_k", "query_weight", "key_weight", "inv_freq")
+FULL_PRECISION = (
+    "lses", "centroids", "pooled_k", "query_weight", "key_weight", "inv_freq", "k_scale",
+)  # fmt: skip
 
 FUNCTIONS = {
     name: (getattr(msattn, name), getattr(arguments, name)("cpu")) for name in OPERATIONS

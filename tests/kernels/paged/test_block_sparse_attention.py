@@ -16,7 +16,7 @@ from msattn.kernels.paged import paged_block_sparse_attention
 from msattn.kernels.testing import capped, random_pages, random_qkv
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
 from tests.kernels import shared
-from tests.kernels.problems import CAPPED_SCALE
+from tests.kernels.problems import CAPPED_SCALE, in_fp8
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
 
@@ -59,7 +59,8 @@ class Problem(NamedTuple):
         return {"max_queries": max(1, *case.new), "block_size": case.block_size, **key_block}
 
 
-def make(case: Case, device: str, seed: int = 0) -> Problem:
+def make(case: Case, device: str, seed: int = 0, by_head: bool | None = None) -> Problem:
+    """With ``by_head`` the cache is in FP8, with scales by head or for all."""
     lengths = [cached + new for cached, new in case.sequences]
     # and a query after the last sequence
     batch, num_keys, num_queries = len(lengths), max(lengths) + 5, sum(case.new) + 1
@@ -71,8 +72,11 @@ def make(case: Case, device: str, seed: int = 0) -> Problem:
     )
     kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
     unfilled = torch.arange(num_keys, device=device) >= kv_len[:, None]
-    k, v = (x.masked_fill(unfilled[:, None, :, None], torch.nan) for x in (k, v))
-    cache, _ = random_pages(k, v, kv_len, case.page_size, seed=seed)
+    fp8 = None if by_head is None else in_fp8(k, v, by_head=by_head)
+    stored, (k, v) = ((k, v), (k, v)) if fp8 is None else (fp8.stored, fp8.exact)
+    wide_k, wide_v = (x.masked_fill(unfilled[:, None, :, None], torch.nan) for x in stored)
+    cache, _ = random_pages(wide_k, wide_v, kv_len, case.page_size, seed=seed)
+    cache = cache if fp8 is None else fp8.cache(cache)
     cu_queries = torch.tensor(
         [0, *itertools.accumulate(case.new)], dtype=torch.int32, device=device
     )
@@ -98,9 +102,15 @@ def keys_seen(case: Case, mask: Tensor | None, b: int, device: str) -> Tensor:
     return seen[None]
 
 
-def check(case: Case, backend: Backend, device: str, softcap: float | None = None) -> None:
+def check(
+    case: Case,
+    backend: Backend,
+    device: str,
+    softcap: float | None = None,
+    by_head: bool | None = None,
+) -> None:
     """Compares each sequence with dense attention over its keys in fp64."""
-    q, cache, cu_queries, mask, k, v = problem = make(case, device)
+    q, cache, cu_queries, mask, k, v = problem = make(case, device, by_head=by_head)
     scale = case.head_size**-0.5 if softcap is None else CAPPED_SCALE
     options = {**problem.options(case), "scale": scale, "softcap": softcap, "backend": backend}
     got = paged_block_sparse_attention(q, cache, cu_queries, mask, **options)
@@ -144,6 +154,8 @@ CASES = [
 ]
 
 
+# Groups of 1, 3, 4 and 7; pages that descriptors read and others.
+FP8 = [CASES[0], CASES[1], CASES[12], CASES[14], CASES[2]]
 CAPPED = [(CASES[4], 5.0), (CASES[0], 50.0), (CASES[5], 5.0)]
 
 
@@ -156,6 +168,18 @@ def test_agrees_with_fp64(
 ) -> None:
     """Slots that are not filled, and the spare page, hold NaN."""
     check(case, backend, device, softcap)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("case", "by_head", "softcap"),
+    [(CASES[5], True, 5.0), (CASES[4], False, None), *((case, True, None) for case in FP8)],
+    ids=str,
+)
+def test_fp8_agrees_with_fp64(
+    case: Case, by_head: bool, softcap: float | None, backend: Backend, device: str, poisoned: None
+) -> None:
+    check(case, backend, device, softcap, by_head)
 
 
 def test_rows_that_are_not_aligned(device: str, poisoned: None) -> None:
@@ -210,13 +234,11 @@ def test_full_product(dtype: torch.dtype, head_size: int, page_size: int, poison
             "cuda",
         )
         for mask_heads in {q_heads, kv_heads, 1, 0}:
-            check(
-                Case(
-                    page_size, block_size, q_heads, kv_heads, head_size, mask_heads, chunks, dtype
-                ),
-                "triton",
-                "cuda",
+            case = Case(
+                page_size, block_size, q_heads, kv_heads, head_size, mask_heads, chunks, dtype
             )
+            for by_head in (None, q_heads == 8):
+                check(case, "triton", "cuda", by_head=by_head)
     for mask_heads, softcap in itertools.product((8, 0), (None, 5.0)):
         sequences = (2047, 2048), (0, 4095), (4094, 1), (3000, 0)
         check(
@@ -353,7 +375,7 @@ def test_cuda_graph() -> None:
     cases = [Case(64, 64, 8, 2, 128, 8, sequences, torch.bfloat16) for sequences in chunks]
     problems = (make(case, "cuda", seed) for seed, case in enumerate(cases))
     tensors, others = (
-        [x.q, *x.cache, x.cu_queries, *([] if x.mask is None else [x.mask])] for x in problems
+        [x.q, *x.cache[:4], x.cu_queries, *([] if x.mask is None else [x.mask])] for x in problems
     )
 
     def step(

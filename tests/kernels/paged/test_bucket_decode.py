@@ -14,7 +14,7 @@ from msattn.kernels.paged import paged_bucket_decode
 from msattn.kernels.testing import capped, random_pages, random_qkv, starts
 from msattn.kernels.types import Backend
 from tests.kernels import shared
-from tests.kernels.problems import CAPPED_SCALE, keys_read, random_buckets
+from tests.kernels.problems import CAPPED_SCALE, in_fp8, keys_read, random_buckets
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
 
@@ -65,16 +65,26 @@ class Case(NamedTuple):
         return {"recent": recent, "sink": self.sink}
 
 
-def check(case: Case, backend: Backend, device: str, softcap: float | None = None) -> None:
+def check(
+    case: Case,
+    backend: Backend,
+    device: str,
+    softcap: float | None = None,
+    by_head: bool | None = None,
+) -> None:
+    """With ``by_head`` the cache is in FP8, with scales by head or for all."""
     q, k, v, buckets, probes = case.inputs(device)
     read = keys_read(buckets, probes, case.recent, case.sink, 0, case.lengths)
     seen = read.repeat_interleave(case.q_heads // case.kv_heads, 1)[:, :, None]
     scale = None if softcap is None else CAPPED_SCALE
+    fp8 = None if by_head is None else in_fp8(k, v, by_head=by_head)
+    stored, (k, v) = ((k, v), (k, v)) if fp8 is None else (fp8.stored, fp8.exact)
     unread = ~read[..., None]  # these keys may hold any value
-    wide_k, wide_v = (x.masked_fill(unread, torch.nan) for x in (k, v))
+    wide_k, wide_v = (x.masked_fill(unread, torch.nan) for x in stored)
     cache, (slots,) = random_pages(
         wide_k, wide_v, starts(case.lengths, device), case.page_size, [buckets.short()]
     )
+    cache = cache if fp8 is None else fp8.cache(cache)
     counts = torch.ones(read.shape[:2], dtype=torch.int64, device=device)
     options: dict[str, Any] = {
         **case.options(device),
@@ -100,6 +110,12 @@ CASES = [
 ]
 
 
+FP8 = [  # groups of 1, 3, 4 and 7
+    CASES[0],
+    CASES[1],
+    CASES[2],
+    Case((65, 111), 6, 2, 24, 16, HALF, recent=0),  # rows that are not aligned
+]
 CAPPED = [(CASES[1], 5.0), (CASES[0], 50.0), (CASES[3], 50.0)]
 
 
@@ -111,6 +127,18 @@ def test_agrees_with_fp64(
     case: Case, softcap: float | None, backend: Backend, device: str, poisoned: None
 ) -> None:
     check(case, backend, device, softcap)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("case", "by_head", "softcap"),
+    [(CASES[3], True, 5.0), (CASES[5], False, None), *((case, True, None) for case in FP8)],
+    ids=str,
+)
+def test_fp8_agrees_with_fp64(
+    case: Case, by_head: bool, softcap: float | None, backend: Backend, device: str, poisoned: None
+) -> None:
+    check(case, backend, device, softcap, by_head)
 
 
 @pytest.mark.gpu
@@ -126,7 +154,8 @@ def test_full_product(dtype: torch.dtype, page_size: int, num_keys: int, poisone
         case = Case(
             lengths, q_heads, kv_heads, head_size, page_size, dtype, 64, num_probes, recent, sink
         )
-        check(case, "triton", "cuda", 5.0 if sink else None)
+        for by_head in (None, q_heads == 4):
+            check(case, "triton", "cuda", 5.0 if sink else None, by_head)
 
 
 @pytest.mark.gpu

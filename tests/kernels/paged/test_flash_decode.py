@@ -14,7 +14,7 @@ from msattn.kernels.testing import capped, random_pages, random_qkv, starts
 from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend
 from tests.kernels import shared
-from tests.kernels.problems import CAPPED_SCALE
+from tests.kernels.problems import CAPPED_SCALE, in_fp8
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
 
@@ -30,7 +30,14 @@ class Case(NamedTuple):
     dtype: torch.dtype = FULL
 
 
-def check(case: Case, backend: Backend, device: str, softcap: float | None = None) -> None:
+def check(
+    case: Case,
+    backend: Backend,
+    device: str,
+    softcap: float | None = None,
+    by_head: bool | None = None,
+) -> None:
+    """With ``by_head`` the cache is in FP8, with scales by head or for all."""
     batch, num_keys = len(case.lengths), max(1, *case.lengths)
     q, k, v = random_qkv(batch, *case[1:4], num_keys, case.head_size, case.dtype, device)
     j = torch.arange(num_keys, device=device)
@@ -41,9 +48,12 @@ def check(case: Case, backend: Backend, device: str, softcap: float | None = Non
         + torch.arange(case.num_queries, device=device)[:, None]
     )
     scale = None if softcap is None else CAPPED_SCALE
+    fp8 = None if by_head is None else in_fp8(k, v, by_head=by_head)
+    stored, (k, v) = ((k, v), (k, v)) if fp8 is None else (fp8.stored, fp8.exact)
     unread = (j >= kv_len[:, None])[:, None, :, None]  # these keys may hold any value
-    wide_k, wide_v = (x.masked_fill(unread, torch.nan) for x in (k, v))
+    wide_k, wide_v = (x.masked_fill(unread, torch.nan) for x in stored)
     cache, _ = random_pages(wide_k, wide_v, kv_len, case.page_size)
+    cache = cache if fp8 is None else fp8.cache(cache)
     got = paged_flash_decode(q, cache, scale=scale, softcap=softcap, backend=backend)
     shared.assert_agrees(got, q, k, v, j <= i, scale, capped(softcap))
 
@@ -62,6 +72,12 @@ CASES = [
 ]
 
 
+FP8 = [  # groups of 1, 3, 4 and 7
+    CASES[0],
+    CASES[1],
+    Case((65, 111), 6, 2, 2, 24, 16, HALF),  # rows that are not aligned
+    Case((257,), 3, 3, 1, 256, 64, HALF),
+]
 CAPPED = [(CASES[1], 5.0), (CASES[0], 50.0), (CASES[3], 5.0)]
 
 
@@ -73,6 +89,18 @@ def test_agrees_with_fp64(
     case: Case, softcap: float | None, backend: Backend, device: str, poisoned: None
 ) -> None:
     check(case, backend, device, softcap)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("case", "by_head", "softcap"),
+    [(CASES[3], True, 5.0), (CASES[5], False, None), *((case, True, None) for case in FP8)],
+    ids=str,
+)
+def test_fp8_agrees_with_fp64(
+    case: Case, by_head: bool, softcap: float | None, backend: Backend, device: str, poisoned: None
+) -> None:
+    check(case, backend, device, softcap, by_head)
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
@@ -105,7 +133,8 @@ def test_full_product(dtype: torch.dtype, page_size: int, num_keys: int, poisone
         case = Case(
             (num_keys, num_keys // 2), q_heads, kv_heads, num_queries, head_size, page_size, dtype
         )
-        check(case, "triton", "cuda", 5.0 if q_heads == 7 else None)
+        for by_head in (None, q_heads == 4):
+            check(case, "triton", "cuda", 5.0 if q_heads == 7 else None, by_head)
 
 
 @pytest.mark.parametrize(
@@ -127,5 +156,5 @@ def test_cuda_graph() -> None:
     other, _ = random_pages(k, v, starts([17, 4000], "cuda"), 256, seed=1)
     shared.assert_cuda_graph(
         lambda: paged_flash_decode(q, cache),
-        lambda: [x.copy_(y) for x, y in zip(cache, other, strict=True)],
+        lambda: [x.copy_(y) for x, y in zip(cache[:4], other[:4], strict=True)],
     )

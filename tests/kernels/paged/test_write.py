@@ -1,4 +1,6 @@
-"""Tests of `write_pages`: equality with indexing, which slots stay, refusals."""
+"""Tests of `write_pages`: equality with indexing, which slots stay, refusals; and of
+`round_keys`.
+"""
 
 import itertools
 
@@ -8,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn.kernels.paged.write import write_pages
+from msattn.kernels.common.fp8 import FP8
+from msattn.kernels.paged.write import round_keys, write_pages
 from msattn.kernels.types import Backend
 
 BACKENDS: list[Backend] = ["torch", "triton"]
@@ -80,6 +83,50 @@ def test_equals_indexing(
     arguments = problem(tokens, heads, size, page_size, dtype, device)
     assert_written(arguments, backend)
     assert_written([-arguments[0], -arguments[1], *arguments[2:6]], backend)  # without buckets
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("scaled", ["by head", "all", "not"])
+def test_fp8_holds_the_nearest_number(
+    scaled: str, dtype: torch.dtype, backend: Backend, device: str
+) -> None:
+    """Of all numbers of FP8, and for ties the one whose last bit is 0; larger ones are
+    saturated.
+    """
+    arguments = problem(111, 2, 40, 16, torch.float32, device)
+    factors = 10 ** torch.linspace(-4, 3.5, 111, device=device)[:, None]
+    k, v = (x.contiguous() * factors for x in arguments[:2])
+    every = torch.arange(127, dtype=torch.uint8, device=device).view(FP8).double()
+    between = (every[1:] + every[:-1]) / 2
+    k[0].view(-1)[:126], v[1].view(-1)[:126] = between, -between  # ties if they are not scaled
+    k, v = k.to(dtype), v.to(dtype)
+    scales = {
+        "by head": torch.tensor([[0.3, 2.7], [0.05, 1.0]], device=device),
+        "all": torch.tensor([[0.3], [7.1]], device=device),
+        "not": [None, None],
+    }[scaled]
+    keys, values = (x.to(FP8) for x in arguments[2:4])
+    options = {"k_scale": scales[0], "v_scale": scales[1], "backend": backend}
+    write_pages(k, v, keys, values, *arguments[4:], **options)
+    slots = arguments[4], arguments[5]
+    for x, pages, scale in ((k, keys, scales[0]), (v, values, scales[1])):
+        factor = torch.ones(1, device=device) if scale is None else scale
+        exact = (x.float() / factor.view(-1, 1, 1)).double()
+        distance = (exact.abs()[..., None] - every).abs()
+        least = distance.amin(-1)
+        nearest = distance == least[..., None]
+        even = every.where(nearest & (torch.arange(127, device=device) % 2 == 0), -1).amax(-1)
+        want = torch.where(nearest.sum(-1) > 1, even, every[distance.argmin(-1)]) * exact.sign()
+        got = pages[slots].transpose(0, 1)
+        assert torch.equal(got.double(), want)
+        meant = (want.float() * factor.view(-1, 1, 1)).to(dtype)
+        rounded = round_keys(x, scale, backend=backend)
+        assert torch.equal(rounded, meant)
+        assert torch.equal(round_keys(rounded, scale, backend=backend), meant)
+    assert (keys[slots].double().abs() == 448).any()
 
 
 @pytest.mark.gpu
