@@ -56,7 +56,7 @@ WARM_UP = 4  # new tokens of the warm-up requests, which compile kernels
 
 def main(arguments: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
-    options, engine = _mapping("--msattn", args.msattn), _mapping("--engine", args.engine)
+    options, engine = mapping("--msattn", args.msattn), mapping("--engine", args.engine)
     for name in ("length", "requests", "new"):
         least = 1 + (name == "new")  # the time of a token is that between two
         require(
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _mapping(name: str, text: str) -> dict[str, Any]:
+def mapping(name: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -222,7 +222,7 @@ def answered(llm: Any, length: int, requests: int, new: int) -> dict[str, float 
         _generate(llm, warm_up, WARM_UP)
         _forget(llm)
     together = [each.metrics for each in _generate(llm, prompts[1:], new)]
-    read = _statistics(llm)
+    read = statistics(llm)
     alone = _generate(llm, prompts[:1], new)[0].metrics
     first = sorted(each.first_token_latency for each in together)
     begun = min(each.first_token_ts - each.first_token_latency for each in together)
@@ -251,14 +251,14 @@ def with_prefix(
     for tokens in (WARM_UP, new):  # new lengths of chunks and prefixes compile kernels
         _forget(llm)
         (begun,) = _generate(llm, prompts[:1], tokens)
-        _statistics(llm, clear=True)
+        statistics(llm, clear=True)
         later = _generate(llm, prompts[1:], tokens)
     first = sorted(each.metrics.first_token_latency for each in later)
     return {
         "shared_first_token_s": begun.metrics.first_token_latency,
         "shared_later_first_token_p50_s": first[len(first) // 2],
         "shared_cached": sum(each.num_cached_tokens or 0 for each in later) / (len(later) * length),
-        "shared_sparsity": _statistics(llm).get("sparsity"),
+        "shared_sparsity": statistics(llm).get("sparsity"),
     }
 
 
@@ -266,10 +266,10 @@ def _forget(llm: Any) -> None:
     """Forgets cached prefixes of earlier requests, and the statistics."""
     if not llm.reset_prefix_cache():
         raise RuntimeError("vLLM keeps pages of requests that ended")
-    _statistics(llm, clear=True)
+    statistics(llm, clear=True)
 
 
-def _statistics(llm: Any, *, clear: bool = False) -> dict[str, Any]:
+def statistics(llm: Any, *, clear: bool = False) -> dict[str, Any]:
     """Returns msattn's statistics, none for vLLM's own attention; ``clear`` resets them."""
     from msattn.trainer.serving.engines.vllm.backend import clear_stats, stats
 

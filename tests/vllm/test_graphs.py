@@ -16,8 +16,9 @@ COMPILED = {"cudagraph_capture_sizes": [1, 2, 4, 8]}  # vLLM's defaults, but for
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [EVERY_KEY, SPARSE], ids=["every key", "sparse"])
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
 def test_captured_passes_give_the_tokens_of_others(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    cache_dtype: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The five requests are padded to eight."""
     # that of an engine of before has ended with it
@@ -30,10 +31,11 @@ def test_captured_passes_give_the_tokens_of_others(
         "build_for_cudagraph_capture",
         lambda self, given: (captured.append(given.num_reqs), build(self, given))[1],
     )
-    with engine(options) as llm:
+    given = {"kv_cache_dtype": cache_dtype}
+    with engine(options, **given) as llm:
         expected = answers(llm, prompts)
     assert not captured
-    with engine(options, enforce_eager=False, compilation_config=GRAPHS) as llm:
+    with engine(options, enforce_eager=False, compilation_config=GRAPHS, **given) as llm:
         assert {1, 2, 4, 8} <= set(captured)
         assert answers(llm, prompts) == expected
 

@@ -19,14 +19,22 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("cache_dtype", "said_of_cache", "said_of_state"),
+    [("auto", "0.06", "0.00"), ("fp8", "0.05", "0.01")],
+)
 def test_cache_and_state_fit_in_the_available_memory(
+    cache_dtype: str,
+    said_of_cache: str,
+    said_of_state: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
     monkeypatch.setattr(CPUWorker, "determine_available_memory", lambda self: AVAILABLE)
     said: list[str] = []
     monkeypatch.setattr(memory._log, "info", lambda text, *args: said.append(text % args))
-    with engine(OPTIONS, gpu_memory_utilization=0.1, max_num_seqs=8) as llm:
+    limits = {"gpu_memory_utilization": 0.1, "max_num_seqs": 8}
+    with engine(OPTIONS, kv_cache_dtype=cache_dtype, **limits) as llm:
         answers(llm, prompts_of(100))
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker
         builder = builder_of(worker)
@@ -53,4 +61,6 @@ def test_cache_and_state_fit_in_the_available_memory(
     total = used + sum(x.nbytes for x in kept)
     assert 0.98 * AVAILABLE < total <= AVAILABLE
     (line,) = said
-    assert line.startswith("msattn: 0.06 GiB of KV cache; beside it 0.00 GiB of pooled keys")
+    assert line.startswith(
+        f"msattn: {said_of_cache} GiB of KV cache; beside it {said_of_state} GiB of pooled keys"
+    )

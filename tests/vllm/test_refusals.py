@@ -44,8 +44,8 @@ STARTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "cache": (
         EVERY_KEY,
-        {"kv_cache_dtype": "fp8"},
-        "vLLM: kv_cache_dtype=fp8 is not .* msattn reads auto",
+        {"kv_cache_dtype": "fp8_e5m2"},
+        "vLLM: kv_cache_dtype=fp8_e5m2 is not .* msattn reads auto, .*, fp8, fp8_e4m3",
     ),
     "probes": ({"qmodel": "embedded", "probes": 65}, {}, "probes=65: expected 0 to 64"),
 }
@@ -74,6 +74,21 @@ def test_engines_that_sleep_are_refused() -> None:
     config = EngineArgs(model=str(MODEL), **OPTIONS).create_engine_config()
     config.model_config.enable_sleep_mode = True
     with pytest.raises(UserError, match="enable_sleep_mode: not supported by msattn; leave it out"):
+        check_engine(config)
+
+
+def test_caches_that_a_gpu_or_msattn_cannot_read_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = EngineArgs(model=str(MODEL), kv_cache_dtype="fp8", **OPTIONS).create_engine_config()
+    check_engine(config)
+    config.cache_config.kv_cache_dtype_skip_layers = ["0"]
+    with pytest.raises(UserError, match=r"kv_cache_dtype_skip_layers: .* leave it out"):
+        check_engine(config)
+    config.cache_config.kv_cache_dtype_skip_layers = []
+    config.device_config.device_type = "cuda"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(UserError, match=r"kv_cache_dtype=fp8: .* capability 8.9 or later; use"):
         check_engine(config)
 
 
@@ -170,13 +185,17 @@ def test_the_backend_is_found_in_a_process_that_unpickles_its_name() -> None:
 
 
 def test_the_platform_of_gpus_accepts_the_backend() -> None:
-    asked = AttentionSelectorConfig(
-        head_size=128, dtype=torch.bfloat16, kv_cache_dtype="auto", block_size=64
-    )
-    assert (
-        Backend.validate_configuration(device_capability=DeviceCapability(9, 0), **asked._asdict())
-        == []
-    )
+    for cache_dtype in ("auto", "fp8"):
+        asked = AttentionSelectorConfig(
+            head_size=128, dtype=torch.bfloat16, kv_cache_dtype=cache_dtype, block_size=64,
+            use_per_head_quant_scales=cache_dtype == "fp8",
+        )  # fmt: skip
+        assert (
+            Backend.validate_configuration(
+                device_capability=DeviceCapability(9, 0), **asked._asdict()
+            )
+            == []
+        )
     # the pages that vLLM chooses, unless a size was asked for
     assert Backend.get_preferred_block_size(16) == 64
 

@@ -49,7 +49,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         pooled = pool(state, x, prompt, rotation)
         assert state.gate is not None
         assert rotation is not None
-        keys, _ = state.keys(x.layer, prompt.table, 0, prompt.keys)
+        keys, _ = state.keys(x.layer, prompt.table, 0, prompt.keys, x.k.dtype)
         before_rope = rotation.invert(keys, torch.arange(prompt.keys)[None])
         expected = gate_pool_keys(state.gate.cached_pools, before_rope, keys, block_size=BLOCK)
         torch.testing.assert_close(pooled, expected, rtol=1e-4, atol=1e-4)
@@ -60,7 +60,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def queries(rows: Sequences, x: LayerInputs, dispatch: Dispatch) -> list[RoutedQueries]:
         for table, length in zip(rows.table, rows.kv_len.tolist(), strict=True):
             if length > 0 and x.layer in rows.state.buckets:
-                keys, _ = rows.state.keys(x.layer, table, 0, length)
+                keys, _ = rows.state.keys(x.layer, table, 0, length, x.k.dtype)
                 positions = torch.arange(length)
                 held = rows.state.buckets[x.layer][
                     table[positions // rows.state.page_size].long(), positions % PAGE

@@ -99,7 +99,7 @@ class Sequences:
         return outs[0].squeeze(2)
 
     def _cache(self, x: LayerInputs) -> PagedKeys:
-        return PagedKeys(*self.state.caches[x.layer], self.table, self.kv_len)
+        return self.state.paged_keys(x.layer, self.table, self.kv_len)
 
 
 class PagedBuckets(NamedTuple):
@@ -159,7 +159,7 @@ class Prompts:
                 pooled = Pooled(self.state.pool_keys(sequence, item, rotation), item.keys)
                 sequence = replace(sequence, pooled=pooled)
             if item.queries != item.keys and selection.needs_keys(sequence):
-                k, v = self.state.keys(x.layer, item.table, 0, item.keys)
+                k, v = self.state.keys(x.layer, item.table, 0, item.keys, x.k.dtype)
                 sequence = replace(sequence, k=k, v=v)
             yield sequence
 
@@ -178,7 +178,7 @@ class Prompts:
         return max(item.queries for item in self.items)
 
     def _read(self, x: LayerInputs, mask: Tensor | None, sizes: BlockSizes) -> SparseAttention:
-        cache = PagedKeys(*self.state.caches[x.layer], self.table, self.kv_len)
+        cache = self.state.paged_keys(x.layer, self.table, self.kv_len)
         return paged_block_sparse_attention(
             _tokens(x.q, self.tokens), cache, self.cu_queries, mask, max_queries=self._most,
             **sizes.arguments, **_scoring(x),
@@ -210,6 +210,7 @@ class PagedPass:
             self.offsets,
             buckets,
             None if buckets is None else self.state.buckets[x.layer],
+            **self.state.scales(x.layer),
         )
 
     @classmethod

@@ -6,11 +6,13 @@ preempted request finds it again. Only when a page is copied must its state be c
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from msattn.kernels.common.fp8 import dequantize
+from msattn.kernels.types import PagedKeys
 from msattn.trainer.config import GateConfig
 from msattn.trainer.methods.gate.attn_gate import pool_from
 from msattn.trainer.models.layer_attention import LayerInputs
@@ -41,7 +43,8 @@ class PagedState:
     """State of the slots of one cache, for passes of at most ``requests`` sequences.
 
     ``caches`` holds keys and values by layer: views ``[P, page_size, Hkv, D]``, each with a
-    contiguous last dimension. Keys of ``bucket_layers`` get ``buckets``, int16
+    contiguous last dimension. Those in FP8 have ``scales``, ``k_scale`` and ``v_scale`` of
+    :class:`~msattn.kernels.types.PagedKeys`. Keys of ``bucket_layers`` get ``buckets``, int16
     ``[P, page_size, Hkv]``. With a gate of configuration ``gate``, those of ``gated_layers`` that
     are in ``caches`` keep ``pooled`` keys of whole blocks, fp32
     ``[P, page_size / block, Hkv, len(pools) * D]``; ``is_pooled``, bool ``[P, page_size / block]``,
@@ -58,9 +61,11 @@ class PagedState:
         gated_layers: Iterable[int],
         requests: int,
         num_buckets: int = 0,
+        scales: Mapping[int, dict[str, Any]] | None = None,
     ) -> None:
         self.gate, self.requests = gate, requests
         self.caches = dict(caches)
+        self._scales = dict(scales or {})
         keys, _ = next(iter(self.caches.values()))
         pages, self.page_size, self.kv_heads, size = keys.shape
         with torch.inference_mode(False):
@@ -106,6 +111,14 @@ class PagedState:
         """Releases the cache and all memory."""
         self.caches, self.buckets, self.pooled, self.sizes = {}, {}, {}, None
 
+    def scales(self, layer: int) -> dict[str, Any]:
+        """Returns the scales of a layer's keys and values in FP8, by name; none for others."""
+        return self._scales.get(layer, {})
+
+    def paged_keys(self, layer: int, table: Tensor, kv_len: Tensor) -> PagedKeys:
+        """Returns a layer's keys and values of sequences with these pages and lengths."""
+        return PagedKeys(*self.caches[layer], table, kv_len, **self.scales(layer))
+
     def leading_pooled(self, table: Tensor) -> Tensor:
         """Returns the number of leading blocks of each sequence whose pooled keys are there: int64
         ``[B]``.
@@ -128,9 +141,11 @@ class PagedState:
         per_page = self.page_size // self.block_size
         return table[blocks // per_page].long() * per_page + blocks % per_page
 
-    def keys(self, layer: int, table: Tensor, first: int, end: int) -> tuple[Tensor, Tensor]:
+    def keys(
+        self, layer: int, table: Tensor, first: int, end: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Returns copies of the keys and values at positions ``first`` to ``end - 1`` of a
-        sequence: ``[1, Hkv, n, D]``.
+        sequence: ``[1, Hkv, n, D]``; those in FP8 become ``dtype``.
         """
         head = first // self.page_size
         pages = table[head : -(-end // self.page_size)].long()
@@ -138,6 +153,9 @@ class PagedState:
         keys, values = (
             x[pages].flatten(0, 1)[span].transpose(0, 1)[None] for x in self.caches[layer]
         )
+        if scales := self.scales(layer):
+            keys = dequantize(keys, scales["k_scale"], dtype)
+            values = dequantize(values, scales["v_scale"], dtype)
         return keys, values
 
     def pool_keys(self, x: LayerInputs, prompt: PromptChunk, rotation: Rotation | None) -> Tensor:
@@ -151,7 +169,7 @@ class PagedState:
         size, pooled = self.block_size, self.pooled[x.layer].flatten(0, 1)
         cached, keys = prompt.keys - prompt.queries, x.k
         if prompt.pooled * size < cached:
-            older, _ = self.keys(x.layer, prompt.table, prompt.pooled * size, cached)
+            older, _ = self.keys(x.layer, prompt.table, prompt.pooled * size, cached, keys.dtype)
             keys = torch.cat([older, keys], dim=2)
         positions = torch.arange(cached, prompt.keys, device=keys.device)[None]
         x = replace(x, k=keys, angles=x.angles._replace(positions=positions))

@@ -19,6 +19,7 @@ from vllm.v1.attention.backend import (
 from msattn.trainer.models.families import attention_layers
 from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.engines.vllm.engine import (
+    CACHE_DTYPES,
     PAGE_SIZES,
     check_drafts,
     check_layer,
@@ -27,7 +28,7 @@ from msattn.trainer.serving.engines.vllm.engine import (
     state_options,
 )
 from msattn.trainer.serving.engines.vllm.memory import account
-from msattn.trainer.serving.engines.vllm.metadata import Metadata, cache_views
+from msattn.trainer.serving.engines.vllm.metadata import Metadata, cache_scales, cache_views
 from msattn.trainer.serving.engines.vllm.plugin import backend_name
 from msattn.trainer.serving.paged.state import PagedState
 
@@ -36,10 +37,15 @@ class Backend(AttentionBackend):
     """The attention backend ``MSATTN`` (before vLLM 0.32: ``CUSTOM``)."""
 
     supported_dtypes = [torch.float16, torch.bfloat16, torch.float32]  # noqa: RUF012
+    supported_kv_cache_dtypes = list(CACHE_DTYPES)  # noqa: RUF012
 
     @staticmethod
     def get_name() -> str:
         return backend_name()
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return True
 
     @staticmethod
     def get_impl_cls() -> "type[Impl]":
@@ -115,12 +121,11 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         builders.
         """
         if self._state is None:
-            layers = self.vllm_config.compilation_config.static_forward_context
-            caches = {
-                extract_layer_index(name): cache_views(layers[name].kv_cache)
-                for name in self.layer_names
-            }
-            self._state = PagedState(caches, **state_options(self.vllm_config, self.sparse))
+            every = self.vllm_config.compilation_config.static_forward_context
+            layers = {extract_layer_index(name): every[name] for name in self.layer_names}
+            caches = {number: cache_views(layer.kv_cache) for number, layer in layers.items()}
+            options = state_options(self.vllm_config, self.sparse)
+            self._state = PagedState(caches, scales=cache_scales(layers), **options)
             self.sparse.paged.create_counters(self._state)
         return self._state
 
@@ -147,9 +152,7 @@ class Impl(AttentionImpl[Metadata]):
         check_layer(
             alibi_slopes=alibi_slopes,
             sliding_window=sliding_window,
-            kv_cache_dtype=None
-            if kv_cache_dtype in Backend.supported_kv_cache_dtypes
-            else kv_cache_dtype,
+            kv_cache_dtype=None if kv_cache_dtype in CACHE_DTYPES else kv_cache_dtype,
             attn_type=None if attn_type == AttentionType.DECODER else attn_type,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             sinks=None if sinks is None else "...",

@@ -23,6 +23,7 @@ from msattn.trainer.serving.options import AttachOptions, artifact_options
 
 SECTION = "msattn"  # key in additional_config
 DRAFTS = ("ngram", "draft_model")  # methods of speculative decoding
+CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
 PAGE_SIZES = (64, 128, 256)  # whole blocks of gates, and what the kernels take
 
 
@@ -102,6 +103,16 @@ def check_engine(config: Any) -> None:
             "use tensor_parallel_size or pipeline_parallel_size",
         ),
         "enable_dbo, ubatch_size": (parallel.use_ubatching, "leave them out"),
+        f"kv_cache_dtype={cache.cache_dtype}": (
+            cache.cache_dtype.startswith("fp8")
+            and config.device_config.device_type == "cuda"
+            and torch.cuda.get_device_capability() < (8, 9),
+            "it needs a GPU of compute capability 8.9 or later; use auto",
+        ),
+        "kv_cache_dtype_skip_layers": (
+            bool(getattr(cache, "kv_cache_dtype_skip_layers", None)),  # since vLLM 0.26
+            "leave it out: all layers have one kv_cache_dtype",
+        ),
         # it brings back the model's weights alone
         "enable_sleep_mode": (
             config.model_config.enable_sleep_mode,
@@ -166,7 +177,7 @@ def check_layer(**given: Any) -> None:
     """Raises UserError for what is ``given``: parts of a layer's attention that the kernels do not
     compute.
     """
-    instead = {"kv_cache_dtype": "msattn reads auto, float16 and bfloat16"}
+    instead = {"kv_cache_dtype": f"msattn reads {', '.join(CACHE_DTYPES)}"}
     for name, value in given.items():
         if value is not None:
             raise UserError(

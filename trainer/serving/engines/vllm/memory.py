@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from msattn.trainer.models.families import attention_layers
 from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.engines.vllm.engine import sparse_of_layers, state_options
-from msattn.trainer.serving.engines.vllm.metadata import Metadata, cache_views
+from msattn.trainer.serving.engines.vllm.metadata import Metadata, cache_scales, cache_views
 from msattn.trainer.serving.paged.state import PagedState
 
 GIB = 2**30
@@ -136,7 +136,9 @@ def largest_pass(
     spec, longest = specs[names[number]], config.model_config.max_model_len
     text, tokens = config.model_config.hf_text_config, rows * queries
     options = state_options(config, sparse) | {"bucket_layers": routed}
-    state = PagedState({number: cache_views(_cache(spec, 1, device))}, **options)
+    layer = config.compilation_config.static_forward_context[names[number]]
+    caches, scales = {number: cache_views(_cache(spec, 1, device))}, cache_scales({number: layer})
+    state = PagedState(caches, scales=scales, **options)
     ints = {"dtype": torch.int32, "device": device}
     starts = torch.arange(0, tokens + 1, queries, dtype=torch.int32)
     given = CommonAttentionMetadata(
@@ -149,6 +151,5 @@ def largest_pass(
     rotates = [layer.rotates for layer in attention_layers(text)]
     assert sparse.rotation is not None
     metadata = Metadata(sparse, state, given, sparse.rotation, rotates, config.model_config.dtype)
-    layer = config.compilation_config.static_forward_context[names[number]]
     with sparse.statistics.unchanged(), torch.inference_mode():
         layer.impl.warm_up(layer, metadata)

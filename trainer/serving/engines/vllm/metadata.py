@@ -4,12 +4,16 @@ vLLM hands over queries and keys after RoPE, which the positions invert. The sta
 belongs to slots, so shared prefixes and preempted requests need nothing here.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from msattn.kernels.common.fp8 import FP8
+from msattn.kernels.paged.write import round_keys
 from msattn.trainer.models.layer_attention import Angles, LayerInputs, Scoring
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.attend import Sparse
@@ -49,6 +53,8 @@ class Metadata:
         RoPE.
         """
         q, k, v = (x[: self.tokens].transpose(0, 1)[None] for x in (q, k, v))
+        if scales := self.state.scales(layer):  # selections and buckets are of the keys as stored
+            k = round_keys(k[0], scales["k_scale"])[None]
         cos, sin, q_nope, k_nope = self.cos, self.sin, q, k
         if self.rotates[layer]:
             q_nope, k_nope = (self.rotation.undo(x, cos, sin) for x in (q, k))
@@ -103,10 +109,23 @@ class Metadata:
 
 def cache_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the keys and values ``[P, page_size, Hkv, D]`` of vLLM's
-    ``[P, Hkv, page_size, 2 D]``.
+    ``[P, Hkv, page_size, 2 D]``, which is bytes if they are in FP8.
     """
+    if kv_cache.dtype == torch.uint8:
+        kv_cache = kv_cache.view(FP8)
     keys, values = kv_cache.transpose(1, 2).chunk(2, dim=-1)
     return keys, values
+
+
+def cache_scales(layers: Mapping[int, Any]) -> dict[int, dict[str, Any]]:
+    """Returns the scales of keys and values of those of vLLM's layers, by number, whose cache is in
+    FP8.
+    """
+    return {
+        number: {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+        for number, layer in layers.items()
+        if layer.impl.kv_cache_dtype.startswith("fp8")
+    }
 
 
 def _positions(cu_queries: Tensor, kv_len: Tensor, tokens: int) -> Tensor:
