@@ -10,13 +10,14 @@ from typing import NamedTuple
 
 
 class Operation(NamedTuple):
-    """One operation; ``differentiable`` ones have a backward pass, ``softcap`` ones can cap
-    scores.
+    """One operation; ``differentiable`` ones have a backward pass, ``softcap`` ones can cap scores,
+    ``fp8`` ones read caches in FP8.
     """
 
     name: str
     differentiable: bool = False
     softcap: bool = False
+    fp8: bool = False
     folder: str | None = None  # room of several operations, whose modules leave its name out
 
     @property
@@ -39,16 +40,16 @@ _multi_token = partial(Operation, folder="multi_token")
 _ALL = (
     Operation("maxpool_attention", softcap=True),
     Operation("block_sparse_attention", differentiable=True, softcap=True),
-    Operation("paged_block_sparse_attention", softcap=True, folder="paged"),
+    Operation("paged_block_sparse_attention", softcap=True, fp8=True, folder="paged"),
     Operation("multiscale_attention", differentiable=True, softcap=True),
     _multi_token("conv_attention", differentiable=True),
     _multi_token("head_mix_attention", differentiable=True),
     Operation("bucket_decode", softcap=True),
     Operation("probe_buckets"),
     Operation("flash_decode", softcap=True),  # as a score_mod
-    Operation("paged_bucket_decode", softcap=True, folder="paged"),
+    Operation("paged_bucket_decode", softcap=True, fp8=True, folder="paged"),
     Operation("paged_bucket_sizes", folder="paged"),
-    Operation("paged_flash_decode", softcap=True, folder="paged"),
+    Operation("paged_flash_decode", softcap=True, fp8=True, folder="paged"),
     _multi_token("conv_decode"),
     Operation("bucket_mass", softcap=True),
     Operation("merge_states"),
@@ -61,3 +62,4 @@ _ALL = (
 OPERATIONS = {operation.name: operation for operation in _ALL}
 DIFFERENTIABLE = tuple(operation.name for operation in _ALL if operation.differentiable)
 SOFT_CAPPED = tuple(operation.name for operation in _ALL if operation.softcap)
+IN_FP8 = tuple(operation.name for operation in _ALL if operation.fp8)

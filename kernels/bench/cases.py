@@ -40,6 +40,7 @@ class Options:
     kernels: Sequence[Sequence[int]] = ((6, 11),)
     backward: bool = False  # time the backward pass alone instead of the forward pass
     softcap: float | None = None  # limit of soft-capped scores; peers without a cap are left out
+    fp8: bool = False  # caches in pages are in FP8; peers and contiguous caches are not
     # those to time
     peers: Sequence[str] = ("flash", "cudnn", "flex", "eager", "block_sparse", "product")
 

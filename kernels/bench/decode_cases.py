@@ -16,6 +16,7 @@ from msattn.kernels.bench.cases import BenchCase, Forms, Function, Layer, Option
 from msattn.kernels.bench.prefill_cases import PAGE_SIZES, conv_weight
 from msattn.kernels.bench.rows import Shape, Work
 from msattn.kernels.common.bucket_index import build_bucket_index
+from msattn.kernels.common.fp8 import FP8
 from msattn.kernels.reference.bucket_decode import bucket_decode as bucket_decode_reference
 from msattn.kernels.reference.flash_decode import flash_decode as flash_decode_reference
 from msattn.kernels.testing import random_pages
@@ -47,10 +48,10 @@ def paged_flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
             *contiguous, layers, work, compared, f"contiguous, {setting}", queries=queries
         )
         for page_size in PAGE_SIZES:
-            pages = [(q, *_paged(shape, k, v, page_size)) for q, k, v in layers]
-            yield decode_case(
-                *forms, pages, work, compared, f"pages of {page_size}, {setting}", queries=queries
-            )
+            pages = [(q, *_paged(shape, options, k, v, page_size)) for q, k, v in layers]
+            name = f"{_pages_name(page_size, options)}, {setting}"
+            work = _work(shape, queries, shape.length, fp8=options.fp8)
+            yield decode_case(*forms, pages, work, compared, name, queries=queries)
 
 
 def _flash_forms(cap: float | None, *, causal: bool, **options: Any) -> Forms:
@@ -105,14 +106,15 @@ def paged_bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
     problem = _bucket_problem(shape, options.softcap)
     yield _listed(shape, problem, "lists, ")
-    ids, work = problem.buckets.short(), _work(shape, 1, problem.read * shape.length)
+    ids = problem.buckets.short()
+    work = _work(shape, 1, problem.read * shape.length, fp8=options.fp8)
     forms = _on_pages(forms_of(op, "paged_bucket_decode", **problem.window))
     for page_size in PAGE_SIZES:
         pages = [
-            (q, *_paged(shape, k, v, page_size, [ids]), probes)
+            (q, *_paged(shape, options, k, v, page_size, [ids]), probes)
             for q, k, v, _, probes in problem.layers
         ]
-        setting = f"pages of {page_size}, {problem.name}"
+        setting = f"{_pages_name(page_size, options)}, {problem.name}"
         yield decode_case(*forms, pages, work, problem.peers, setting, 1 - problem.read)
 
 
@@ -127,7 +129,7 @@ def paged_bucket_sizes(shape: Shape, options: Options) -> Iterator[BenchCase]:
     for page_size in PAGE_SIZES:
         setting, layers = f"pages of {page_size}, {num_buckets} buckets", []
         for _, k, v, *_ in problem.layers:
-            _, _, table, kv_len, buckets = _paged(shape, k, v, page_size, [ids])
+            _, _, table, kv_len, buckets = _paged(shape, options, k, v, page_size, [ids])
             layers.append((buckets, table, kv_len))
         compared = [peers.eager(forms.eager, layers, work, ids.numel(), setting=setting)]
         yield decode_case(*forms, layers, work, compared, setting)
@@ -145,12 +147,22 @@ def _on_pages(forms: Forms) -> Forms:
 
 
 def _paged(
-    shape: Shape, k: Tensor, v: Tensor, page_size: int, others: Sequence[Tensor] = ()
+    shape: Shape,
+    options: Options,
+    k: Tensor,
+    v: Tensor,
+    page_size: int,
+    others: Sequence[Tensor] = (),
 ) -> Layer:
     """Returns pages of keys and values, the table, full lengths, and the others by slot."""
     kv_len = torch.full((shape.batch,), shape.length, dtype=torch.int32, device=k.device)
     cache, by_slot = random_pages(k, v, kv_len, page_size, others, shape.seed)
-    return *cache[:4], *by_slot
+    dtype = FP8 if options.fp8 else k.dtype
+    return cache.k.to(dtype), cache.v.to(dtype), cache.table, cache.kv_len, *by_slot
+
+
+def _pages_name(page_size: int, options: Options) -> str:
+    return f"{'FP8 ' if options.fp8 else ''}pages of {page_size}"
 
 
 class _BucketProblem(NamedTuple):
@@ -296,8 +308,9 @@ def _dense(
     return [*dense, peers.flex(layers, work, setting=setting, softcap=softcap)]
 
 
-def _work(shape: Shape, queries: int, keys: float) -> Work:
+def _work(shape: Shape, queries: int, keys: float, *, fp8: bool = False) -> Work:
     """Returns the work of ``queries`` per head that read ``keys`` keys of the cache."""
     rows = shape.batch * shape.q_heads * queries * shape.head_size
     cache = shape.batch * shape.kv_heads * keys * shape.head_size
-    return Work(4 * rows * keys, (2 * rows + 2 * cache) * shape.dtype.itemsize)
+    of_key = FP8.itemsize if fp8 else shape.dtype.itemsize
+    return Work(4 * rows * keys, 2 * rows * shape.dtype.itemsize + 2 * cache * of_key)

@@ -17,6 +17,7 @@ from torch import Tensor
 from msattn.kernels.bench import eager, peers
 from msattn.kernels.bench.cases import BenchCase, Forms, Function, Layer, Options, Peer, forms_of
 from msattn.kernels.bench.rows import BLOCK, SMALL, Shape, Work
+from msattn.kernels.common.fp8 import FP8
 from msattn.kernels.reference import block_sparse_attention as reference
 from msattn.kernels.testing import random_block_mask, random_pages
 from msattn.kernels.types import PagedKeys
@@ -89,16 +90,25 @@ def paged_block_sparse_attention(shape: Shape, options: Options) -> Iterator[Ben
     """Yields a case per sparsity and page size, and dense attention over pages.
 
     Prompts are packed, their keys are in shuffled pages. The peer ``block_sparse`` reads the same
-    blocks of contiguous keys.
+    blocks of contiguous keys. Those in FP8 hold the same numbers.
     """
-    qkv, cap = shape.qkv(), options.softcap
+    (q, k, v), cap = shape.qkv(), options.softcap
+    if options.fp8:
+        k, v = (x.to(FP8).to(x.dtype) for x in (k, v))
+    qkv = q, k, v
     exact, plain = (
         partial(form.block_sparse_attention, softcap=cap) for form in (reference, eager)
     )
     all_blocks = (*qkv, _mask(shape, 0, 1))
     dense = _dense(shape, qkv, options, plain, all_blocks)
     lengths = torch.full((shape.batch,), shape.length, dtype=torch.int32, device=shape.device)
-    caches = {page_size: random_pages(*qkv[1:], lengths, page_size)[0] for page_size in PAGE_SIZES}
+    caches = {page_size: random_pages(k, v, lengths, page_size)[0] for page_size in PAGE_SIZES}
+    if options.fp8:
+        caches = {
+            page_size: cache._replace(k=cache.k.to(FP8), v=cache.v.to(FP8))
+            for page_size, cache in caches.items()
+        }
+    pages = "FP8 pages" if options.fp8 else "pages"
     for sparsity in options.sparsities:
         mask = _mask(shape, sparsity, shape.q_heads)
         setting = peers.capped_setting(f"{sparsity:.0%} sparse", cap)
@@ -106,10 +116,10 @@ def paged_block_sparse_attention(shape: Shape, options: Options) -> Iterator[Ben
         compared = [*dense, _block_sparse_peer(shape, qkv, mask, options, setting)]
         for page_size, cache in caches.items():
             forms = Forms(_call_on_pages(shape, cache, mask, cap), exact, plain)
-            name = f"{setting}, pages of {page_size}"
+            name = f"{setting}, {pages} of {page_size}"
             yield prefill_case(*forms, [(*qkv, mask)], work, compared, name, realised)
     forms = Forms(_call_on_pages(shape, caches[PAGE_SIZES[-1]], None, cap), exact, plain)
-    name = peers.capped_setting(f"all blocks, pages of {PAGE_SIZES[-1]}", cap)
+    name = peers.capped_setting(f"all blocks, {pages} of {PAGE_SIZES[-1]}", cap)
     yield prefill_case(*forms, [all_blocks], peers.dense_work(shape, False), dense, name)
 
 

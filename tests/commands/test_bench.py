@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from msattn.kernels.bench import candidate_tiles as tiles
 from msattn.kernels.bench import cases, decode_cases, peers, prefill_cases
 from msattn.kernels.bench.rows import PeakRates, Work, throughput
 from msattn.kernels.block_sparse_attention import forward as block_sparse_attention
-from msattn.kernels.operations import OPERATIONS, SOFT_CAPPED
+from msattn.kernels.operations import IN_FP8, OPERATIONS, SOFT_CAPPED
 from tests.commands.conftest import Run
 
 SMALL = bench.Shape(
@@ -56,15 +57,20 @@ def test_bench_has_cases_for_every_operation() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "softcap"),
-    [*((name, None) for name in OPERATIONS), *((name, 2.0) for name in SOFT_CAPPED)],
+    ("name", "options"),
+    [
+        *((name, {}) for name in OPERATIONS),
+        *((name, {"softcap": 2.0}) for name in SOFT_CAPPED),
+        *((name, {"fp8": True}) for name in IN_FP8),
+    ],
 )
-def test_eager_form_equals_reference(name: str, softcap: float | None) -> None:
+def test_eager_form_equals_reference(name: str, options: dict[str, Any]) -> None:
     """The eager form sets the tolerance of a kernel: if it computed something else, a wrong kernel
     would pass.
     """
-    found = list(bench.CASES[name](SMALL, replace(OPTIONS, softcap=softcap)))
+    found = list(bench.CASES[name](SMALL, replace(OPTIONS, **options)))
     assert found
+    assert any("FP8 pages" in case.setting for case in found) == ("fp8" in options)
     for case in found:
         layer = tuple(
             x.double() if isinstance(x, Tensor) and x.is_floating_point() else x

@@ -203,6 +203,11 @@ def test_every_option_composes(group: str) -> None:
         ("bench", "bench.kernels=[3x33]", "of 1 to 32 queries and keys"),
         ("bench", "op=merge_states bench.direction=backward", "merge_states has no backward pass"),
         ("bench", "op=conv_attention bench.softcap=50", "conv_attention cannot cap scores"),
+        (
+            "bench",
+            "op=flash_decode bench.fp8=true",
+            "bench.fp8=True: flash_decode reads none; paged",
+        ),
     ],
 )
 def test_bad_values_are_named(command: str, override: str, says: str) -> None:

@@ -240,6 +240,7 @@ def _problem(cfg: BenchRunConfig) -> tuple[Shape, Options]:
         kernels=[tuple(map(int, kernel.split("x"))) for kernel in chosen.kernels],
         backward=chosen.direction == "backward",
         softcap=chosen.softcap,
+        fp8=chosen.fp8,
         peers=chosen.peers,
     )
     return shape, options

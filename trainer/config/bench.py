@@ -60,6 +60,10 @@ class BenchConfig:
         "scores are skipped",
         default=None,
     )
+    fp8: Flag = key(
+        "caches in pages hold FP8 numbers, for paged attention; peers stay in bench.dtype",
+        default=False,
+    )
     peers: list[Peer] = key(
         "competing implementations; also efficient, math. Those that do not exist for an "
         "operation are skipped",

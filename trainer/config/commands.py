@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from annotated_types import Interval
 
-from msattn.kernels.operations import DIFFERENTIABLE, OPERATIONS, SOFT_CAPPED
+from msattn.kernels.operations import DIFFERENTIABLE, IN_FP8, OPERATIONS, SOFT_CAPPED
 from msattn.trainer.config.bench import BenchConfig
 from msattn.trainer.config.data import DataConfig
 from msattn.trainer.config.evaluate import TASKS, EvalConfig
@@ -104,6 +104,8 @@ class BenchRunConfig(JobConfig):
             self.bench.softcap,
             f"{self.op} cannot cap scores; {', '.join(SOFT_CAPPED)} can",
         )
+        ok = not self.bench.fp8 or self.op in IN_FP8
+        require(ok, "bench.fp8", True, f"{self.op} reads none; {', '.join(IN_FP8)} do")
 
     @property
     def folder(self) -> Path:
