@@ -370,13 +370,19 @@ TABLES = {
         {
             f"{title}|{share} %": {"method": method, "setting": f"about {share} % of keys"}
             for title, method in (
-                ("classifier", "classifier"),
+                ("classifier, fixed probes", "classifier"),
                 ("k-means", "k-means"),
                 ("clusters of own keys", "key clusters"),
                 ("Quest pages", "Quest pages"),
                 ("Twilight", "Twilight"),
             )
             for share in ("5", "10")
+        }
+        | {
+            "classifier, calibrated|5 % of far keys": {
+                "method": "classifier, calibrated",
+                "setting": "5 % of far keys",
+            }
         },
         [
             Cell("RULER (%)", ".1%", *SCORE),
