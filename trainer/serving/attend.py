@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
 
 from msattn.kernels.types import SparseAttention
 from msattn.trainer.methods.buckets import BucketRouter
@@ -20,7 +19,7 @@ from msattn.trainer.models.layer_attention import (
 from msattn.trainer.models.replacement import NotCopied
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
 from msattn.trainer.serving.contiguous.bucket_layers import BucketLayer
-from msattn.trainer.serving.contiguous.layers import NO_CACHE, GrowingLayer
+from msattn.trainer.serving.contiguous.layers import NO_CACHE, GrowingCache, GrowingLayer
 from msattn.trainer.serving.dispatch import (
     BY_CHOICE,
     FALLBACK,
@@ -272,12 +271,12 @@ class Sparse(NotCopied):
             )
         return visited, state
 
-    def bucket_layers(self, cache: DynamicCache) -> list[BucketLayer]:
+    def bucket_layers(self, cache: GrowingCache) -> list[BucketLayer]:
         """Returns the routed layers of a cache."""
-        layers = (cache.layers[number] for number in sorted(self.dispatch.routed_layers))
-        return [layer for layer in layers if isinstance(layer, BucketLayer)]
+        layers = [cache.layers[number] for number in sorted(self.dispatch.routed_layers)]
+        return cast(list[BucketLayer], layers)
 
-    def window(self, cache: DynamicCache, num_keys: int) -> int:
+    def window(self, cache: GrowingCache, num_keys: int) -> int:
         """Returns the length of the dense window of a step over ``num_keys``, which includes all
         keys without an index.
         """

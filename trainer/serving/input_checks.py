@@ -13,6 +13,7 @@ from torch import Tensor
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.families import attention_layers, head_dim, num_kv_heads
 from msattn.trainer.serving.contiguous.buffers import grown_capacity
+from msattn.trainer.serving.contiguous.layers import GrowingCache
 
 INTEGERS = (torch.int64, torch.int32)
 
@@ -125,7 +126,7 @@ def _checked_embeddings(decoder: Any, embeddings: Any) -> Tensor:
 
 
 def check_held(
-    cache: Any,
+    cache: GrowingCache,
     config: Any,
     num_layers: int,
     served: Sequence[int],
@@ -149,7 +150,8 @@ def check_held(
     accepted = [batch, kv_heads, length, head_dim(config)]
     for number in served if every_layer else (served[0], served[-1]):
         for buffer in (layers[number].key_buffer, layers[number].value_buffer):
-            shape = list(buffer.memory.shape) if buffer.length else accepted.copy()
+            memory = buffer.memory if buffer.length else None
+            shape = accepted.copy() if memory is None else list(memory.shape)
             shape[2] = min(buffer.length, shape[2])
             if shape != accepted:
                 raise UserError(
@@ -159,7 +161,7 @@ def check_held(
 
 
 def check_memory(
-    cache: Any,
+    cache: GrowingCache,
     config: Any,
     served: Sequence[int],
     batch: int,

@@ -4,7 +4,7 @@ with or without a cache.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -224,6 +224,14 @@ class GrowingLayer(TensorKeys, DynamicLayer):
             if each.memory is not None
             for x in (each.memory.data_ptr(), each.capacity)
         )
+
+
+class GrowingCache(Protocol):
+    """A transformers cache that an attached model has prepared."""
+
+    layers: list[GrowingLayer]
+
+    def get_seq_length(self) -> int: ...
 
 
 def _pools(gate: Gate) -> tuple[Sequence[str], int]:

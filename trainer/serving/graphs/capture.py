@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from msattn.trainer.models.replacement import NotCopied
 from msattn.trainer.serving.contiguous.buffers import Buffer
+from msattn.trainer.serving.contiguous.layers import GrowingCache
 
 UNKNOWN = -1
 _capturing = threading.Lock()
@@ -68,7 +69,7 @@ class Step:
         """
         self._tokens_left, self._buffers = tokens, buffers
 
-    def serves(self, cache: Any, inputs: dict[str, Tensor]) -> bool:
+    def serves(self, cache: GrowingCache, inputs: dict[str, Tensor]) -> bool:
         """Returns True if the next token follows the last one, so that nothing else needs to be
         checked.
         """
@@ -123,7 +124,7 @@ class CurrentStep(threading.local):
     step: Step | None = None
 
 
-def buffers_of(cache: Any) -> list[Buffer]:
+def buffers_of(cache: GrowingCache) -> list[Buffer]:
     """Returns the buffers of keys and values of all layers."""
     return [each for layer in cache.layers for each in (layer.key_buffer, layer.value_buffer)]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from msattn.trainer.methods.blocks import shared_by_layers
 from msattn.trainer.models.replacement import NotCopied
-from msattn.trainer.serving.contiguous.layers import GrowingLayer
+from msattn.trainer.serving.contiguous.layers import GrowingCache, GrowingLayer
 from msattn.trainer.serving.graphs.capture import captured, on_capture_stream, uncapturable
 from msattn.trainer.serving.statistics import Statistics
 
@@ -30,7 +30,7 @@ MAX_TOKENS = 16384  # attention is not among these products
 MAX_GRAPHS = 2  # each holds the activations of its prompt, and a cache
 logger = logging.getLogger(__name__)
 # launches the kernels of a prompt with these inputs and this cache
-Launch = Callable[[dict[str, Tensor], Any], Tensor]
+Launch = Callable[[dict[str, Tensor], GrowingCache], Tensor]
 
 
 class PromptGraphs(NotCopied):
@@ -46,13 +46,13 @@ class PromptGraphs(NotCopied):
         self._graphs: OrderedDict[tuple, PromptGraph | None] = OrderedDict()
         self._lock = Lock()
 
-    def serves(self, inputs: dict[str, Tensor], cache: Any) -> bool:
+    def serves(self, inputs: dict[str, Tensor], cache: GrowingCache | None) -> bool:
         """Returns True if a prompt with an empty cache may become a graph."""
         tokens = next(iter(inputs.values()), None)
         if (
             tokens is None
-            or tokens.ndim < 2
             or cache is None
+            or tokens.ndim < 2
             or not 1 < tokens.shape[0] * tokens.shape[1] <= self._most_tokens
         ):
             return False
@@ -62,7 +62,7 @@ class PromptGraphs(NotCopied):
         )
 
     def run(
-        self, inputs: dict[str, Tensor], cache: Any, state: tuple, launch: Launch
+        self, inputs: dict[str, Tensor], cache: GrowingCache, state: tuple, launch: Launch
     ) -> Tensor | None:
         """Fills the cache and returns the last hidden states; None for the first prompt of a shape,
         and if there is no graph.
@@ -89,16 +89,18 @@ class PromptGraph:
     that it fills.
     """
 
-    def __init__(self, inputs: dict[str, Tensor], cache: Any, statistics: Statistics) -> None:
+    def __init__(
+        self, inputs: dict[str, Tensor], cache: GrowingCache, statistics: Statistics
+    ) -> None:
         with torch.inference_mode(False):
             self.inputs = {name: torch.zeros_like(x) for name, x in inputs.items()}
-        self.cache: Any = copy.deepcopy(cache)  # without tokens
+        self.cache: GrowingCache | None = copy.deepcopy(cache)  # without tokens
         self.statistics, self.counts = statistics, Counter[str | int]()
         self.graph: torch.cuda.CUDAGraph | None = None
         self.hidden: Tensor | None = None
         self.done = torch.cuda.Event()  # the last prompt's results are copied
 
-    def begin(self, inputs: dict[str, Tensor], cache: Any, launch: Launch) -> Tensor:
+    def begin(self, inputs: dict[str, Tensor], cache: GrowingCache, launch: Launch) -> Tensor:
         """Runs a prompt on the capture stream and captures its graph; if that fails, later prompts
         run without a graph.
         """
@@ -106,6 +108,7 @@ class PromptGraph:
         with on_capture_stream(device):
             hidden = launch(inputs, cache)
         before = self.statistics.counts
+        assert self.cache is not None
         try:
             with on_capture_stream(device), shared_by_layers():
                 self.graph, self.hidden = captured(partial(launch, self.inputs, self.cache))
@@ -123,9 +126,9 @@ class PromptGraph:
         self.done.record()
         return hidden
 
-    def replay(self, inputs: dict[str, Tensor], cache: Any) -> Tensor | None:
+    def replay(self, inputs: dict[str, Tensor], cache: GrowingCache) -> Tensor | None:
         """Replays the graph and copies its results; None without a graph."""
-        if self.graph is None or self.hidden is None:
+        if self.graph is None or self.hidden is None or self.cache is None:
             return None
         self.done.wait()
         for name, x in inputs.items():

@@ -19,7 +19,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from msattn.trainer.errors import ModelWarning
@@ -27,6 +26,7 @@ from msattn.trainer.models.families import attention_layers, family_of
 from msattn.trainer.models.replacement import NotCopied, replaced
 from msattn.trainer.models.tap import LayerTap, left_padding
 from msattn.trainer.serving.attend import Sparse
+from msattn.trainer.serving.contiguous.layers import GrowingCache
 from msattn.trainer.serving.dispatch import BY_CHOICE
 from msattn.trainer.serving.graphs.capture import (
     CurrentStep,
@@ -75,7 +75,7 @@ class DecodingSteps(NotCopied):
             if self.cuda_graphs and self.never is None
             else None
         )
-        self._steps: WeakKeyDictionary[Cache, Step] = WeakKeyDictionary()
+        self._steps: WeakKeyDictionary[GrowingCache, Step] = WeakKeyDictionary()
         self._warned: set[str] = set()
 
     @contextmanager
@@ -100,13 +100,14 @@ class DecodingSteps(NotCopied):
         """Runs the decoder; its hooks turn all inputs into keyword ``arguments``."""
         if args:
             return self.original(*args, **arguments)
-        cache: Any = arguments.get("past_key_values")
+        cache: GrowingCache | None = arguments.get("past_key_values")
         inputs = _step_inputs(arguments)
         measured = self.sparse.measure_recall or self.sparse.statistics.timer is not None
         if inputs is None and not measured and (output := self._prompt(arguments)) is not None:
             return output
         if (
             inputs is None
+            or cache is None
             or measured
             or cache.get_seq_length() == 0
             or _tokens(inputs).device.type != Step.device_type
@@ -127,7 +128,7 @@ class DecodingSteps(NotCopied):
         """
         inputs = {name: arguments[name] for name in INPUTS if arguments.get(name) is not None}
         cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
-        if self.prompts is None or not self.prompts.serves(inputs, cache):
+        if self.prompts is None or cache is None or not self.prompts.serves(inputs, cache):
             return None
         try:
             self._check(arguments)
@@ -139,7 +140,7 @@ class DecodingSteps(NotCopied):
         if not whole or _padding(mask, None):
             return None
 
-        def launch(inputs: dict[str, Tensor], cache: Any) -> Tensor:
+        def launch(inputs: dict[str, Tensor], cache: GrowingCache) -> Tensor:
             own = {
                 **arguments,
                 **inputs,
@@ -157,13 +158,15 @@ class DecodingSteps(NotCopied):
         )
 
     def _ordinary_pass(self, arguments: dict[str, Any]) -> Any:
-        cache: Any = arguments.get("past_key_values")
+        cache: GrowingCache | None = arguments.get("past_key_values")
         step = None if cache is None else self._steps.get(cache)
         if step is not None:
             step.lasts(0, [])  # the next step checks buffers and hooks again
         return self.original(**arguments)
 
-    def _next_token(self, cache: Any, inputs: dict[str, Tensor], arguments: dict[str, Any]) -> Any:
+    def _next_token(
+        self, cache: GrowingCache, inputs: dict[str, Tensor], arguments: dict[str, Any]
+    ) -> Any:
         """Returns the output of a step; None if the bucket index must be rebuilt first.
 
         The mask, which has the padding, is on the device. In order not to wait for it, the step is
@@ -190,7 +193,8 @@ class DecodingSteps(NotCopied):
         self.sparse.statistics.count("eager_steps" if step.graph is None else "graph_steps")
         if step.dense:
             self.sparse.statistics.count(BY_CHOICE, len(self.sparse.dispatch.routed_layers))
-        return BaseModelOutputWithPast(last_hidden_state=hidden.clone(), past_key_values=cache)
+        held = arguments["past_key_values"]
+        return BaseModelOutputWithPast(last_hidden_state=hidden.clone(), past_key_values=held)
 
     def _check(self, arguments: dict[str, Any]) -> None:
         """Raises NoGraph if the pass cannot be a step."""
@@ -211,7 +215,9 @@ class DecodingSteps(NotCopied):
         if self.sparse.rotation is None:
             raise NoGraph("the angles of dynamic RoPE depend on the length")
 
-    def _step(self, cache: Any, inputs: dict[str, Tensor], padding: list[int]) -> Step | None:
+    def _step(
+        self, cache: GrowingCache, inputs: dict[str, Tensor], padding: list[int]
+    ) -> Step | None:
         """Returns the step for the next token of ``cache``; None if its bucket index must be
         rebuilt first.
         """
@@ -259,7 +265,7 @@ class DecodingSteps(NotCopied):
     def _run(
         self,
         step: Step,
-        cache: Any,
+        cache: GrowingCache,
         inputs: dict[str, Tensor],
         arguments: dict[str, Any],
         padding: list[int],
@@ -275,9 +281,7 @@ class DecodingSteps(NotCopied):
         first = not step.has_run and self.cuda_graphs
         with on_capture_stream(step.position.device) if first else nullcontext():
             hidden = step.run(partial(self._launch, step, arguments))
-        visible = (step.batch * (length + 1) - sum(padding)) * cache.layers[
-            0
-        ].key_buffer.memory.shape[1]
+        visible = (step.batch * (length + 1) - sum(padding)) * self.sparse.kv_heads
         self.sparse.statistics.add_visible(
             visible * len(self.sparse.dispatch.routed_layers), all_read=step.dense
         )
