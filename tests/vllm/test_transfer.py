@@ -1,15 +1,16 @@
 """Prompts read in one process, by msattn, and answered in another, which receives their pages."""
 
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from msattn.trainer.errors import UserError
-from msattn.trainer.serving.engines.vllm.backend import stats
+from msattn.trainer.serving.engines.vllm.backend import clear_stats, stats
 from tests.factory import prompts_of
 from tests.house.modules import ROOT
 from tests.vllm.engines import answers, cached_tokens, engine
@@ -25,6 +26,7 @@ SPARSE: dict[str, Any] = {
 DENSE: dict[str, Any] = {"select": "quest", "dense_below": 4096}
 FIRST = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 WHOLE = {"max_num_batched_tokens": 1024}  # the connector sends prompts of one chunk
+FEW_PAGES = {"num_gpu_blocks_override": 24, "max_model_len": 1024}
 
 
 def test_tokens_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,12 +44,37 @@ def test_tokens_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.Mon
     assert received["found"] == [640, 896]
 
 
-@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
-def test_received_pages_without_their_state_are_refused(role: str, tmp_path: Path) -> None:
-    message = f"kv_transfer_config.kv_role={role}: pages would come without .* expected kv_producer"
-    given = {"kv_transfer_config": transfer(role, tmp_path)}
-    with pytest.raises(UserError, match=message), engine(SPARSE, **given):
-        pass
+BOTH: dict[str, Any] = SPARSE | {"qmodel": "embedded", "recent": 64}
+
+
+@pytest.mark.parametrize(
+    ("cache", "reads"), [({}, {}), ({"kv_cache_dtype": "fp8"}, {"keys": 0.1})], ids=["", "in FP8"]
+)
+def test_sparse_tokens_are_those_of_one_process(
+    cache: dict[str, str],
+    reads: dict[str, float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Buckets and pooled keys of received keys are computed again, in pages that other requests
+    have used; so are those of stored prompts, which the connector also loads for a producer.
+    """
+    monkeypatch.syspath_prepend(ROOT)
+    prompts, others = prompts_of(641, 897), prompts_of(700, 1000)
+    options = BOTH | reads
+    with engine(options, **WHOLE, **cache) as llm:
+        first = [answers(llm, [prompt], FIRST)[0] for prompt in prompts]
+        turns = [prompt + token for prompt, (token,) in zip(prompts, first, strict=True)]
+        llm.collective_rpc(clear_stats)
+        expected = [answers(llm, [turn])[0] for turn in turns]
+        (read,) = llm.collective_rpc(stats)
+    in_process(options, "kv_producer", tmp_path, prompts, FIRST, cache=cache)
+    for role in ("kv_consumer", "kv_producer"):
+        got, received = in_process(options, role, tmp_path, turns, cache=cache, before=others)
+        assert got == expected
+        assert received["found"] == [640, 896]
+        assert received["selectivity"] == pytest.approx(read["selectivity"], rel=0.02)
+        assert 0 < received["selectivity"] < 0.9
 
 
 def transfer(role: str, folder: Path) -> dict[str, Any]:
@@ -58,16 +85,29 @@ def transfer(role: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def in_process(*args: Any) -> tuple[list[Any], dict[str, Any]]:
+def in_process(*args: Any, **options: Any) -> tuple[list[Any], dict[str, Any]]:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(served, *args).result()
+        return pool.submit(served, *args, **options).result()
 
 
 def served(
-    msattn: dict[str, Any], role: str, folder: Path, prompts: list[list[int]], *sampling: Any
+    msattn: dict[str, Any],
+    role: str,
+    folder: Path,
+    prompts: list[list[int]],
+    *sampling: Any,
+    cache: Mapping[str, Any] = MappingProxyType({}),
+    before: Sequence[list[int]] = (),
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the answers to prompts one by one, and what was read for them."""
-    with engine(msattn, **WHOLE, kv_transfer_config=transfer(role, folder)) as llm:
+    """Returns the answers to prompts one by one, after those ``before``, and what was read for
+    them.
+    """
+    given: dict[str, Any] = {**WHOLE, **(FEW_PAGES if before else {}), **cache}
+    with engine(msattn, **given, kv_transfer_config=transfer(role, folder)) as llm:
+        for prompt in before:
+            answers(llm, [prompt])
+        llm.reset_prefix_cache()
+        llm.collective_rpc(clear_stats)
         got = [answers(llm, [prompt], *sampling)[0] for prompt in prompts]
         (counted,) = llm.collective_rpc(stats)
         found = [cached_tokens(llm, prompt) for prompt in prompts]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -30,6 +31,7 @@ from msattn.trainer.serving.engines.vllm.engine import (
 from msattn.trainer.serving.engines.vllm.memory import account
 from msattn.trainer.serving.engines.vllm.metadata import Metadata, cache_scales, cache_views
 from msattn.trainer.serving.engines.vllm.plugin import backend_name
+from msattn.trainer.serving.engines.vllm.received import ReceivedKeys
 from msattn.trainer.serving.paged.state import PagedState
 
 
@@ -84,6 +86,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         self.sparse = sparse_of_layers(vllm_config, layer_names, device)
         self.rotates = [layer.rotates for layer in attention_layers(self.config)]
         self._state: PagedState | None = None
+        self._received: ReceivedKeys | None = None
 
     def build(
         self,
@@ -93,10 +96,15 @@ class Builder(AttentionMetadataBuilder[Metadata]):
     ) -> Metadata:
         """Returns a pass, which its first layer describes."""
         assert self.sparse.rotation is not None
+        state, dtype = self.state(), self.vllm_config.model_config.dtype
+        if has_kv_transfer_group() and (state.buckets or state.pooled):
+            if self._received is None:
+                self._received = ReceivedKeys(self.sparse, state, self.rotates, dtype)
+                self._received.follow(get_kv_transfer_group())
+            self._received.begin(common_attn_metadata)
         return Metadata(
-            self.sparse, self.state(), common_attn_metadata, self.sparse.rotation,
-            self.rotates,
-            self.vllm_config.model_config.dtype, drafts_of(self.vllm_config),
+            self.sparse, state, common_attn_metadata, self.sparse.rotation, self.rotates, dtype,
+            drafts_of(self.vllm_config),
         )  # fmt: skip
 
     def build_for_cudagraph_capture(

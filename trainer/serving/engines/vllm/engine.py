@@ -51,7 +51,6 @@ def sparse_of(config: Any, device: torch.device, layers: Iterable[int]) -> Spars
             "vLLM: it hands over keys after RoPE, and dynamic and longrope RoPE cannot be inverted"
         )
     check_page_size(config.cache_config.block_size, sparse, "block_size")
-    check_transfer(config.kv_transfer_config, sparse)
     return sparse
 
 
@@ -129,19 +128,6 @@ def check_engine(config: Any) -> None:
             "attention (q_proj, k_proj) may make them select worse",
             ModelWarning,
             stacklevel=2,
-        )
-
-
-def check_transfer(transfer: Any, sparse: Sparse) -> None:
-    """Raises UserError for an engine that receives pages whose state it would not have."""
-    keeps_state = sparse.dispatch.gate is not None or sparse.dispatch.routed is not None
-    if transfer is not None:
-        require(
-            not (transfer.is_kv_consumer and keeps_state),
-            "kv_transfer_config.kv_role",
-            transfer.kv_role,
-            "pages would come without the pooled keys and buckets of gates and classifiers; "
-            "expected kv_producer, or here vLLM's own attention",
         )
 
 

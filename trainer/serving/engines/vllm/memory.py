@@ -17,6 +17,7 @@ from msattn.trainer.models.families import attention_layers
 from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.engines.vllm.engine import sparse_of_layers, state_options
 from msattn.trainer.serving.engines.vllm.metadata import Metadata, cache_scales, cache_views
+from msattn.trainer.serving.engines.vllm.received import KEPT_BYTES
 from msattn.trainer.serving.paged.state import PagedState
 
 GIB = 2**30
@@ -80,6 +81,8 @@ def _needed(worker: Any, specs: dict[str, Any]) -> Needed:
     sparse = sparse_of_layers(config, specs, device)
     options = state_options(config, sparse)
     one, two = (_state_bytes(specs, pages, options) for pages in (1, 2))
+    has_transfer = config.kv_transfer_config is not None
+    of_received = KEPT_BYTES * config.cache_config.block_size if has_transfer else 0
     chunk, tokens = 0, 0
     if device.type == "cuda":  # on a CPU vLLM counts no work space either
         most, longest = (
@@ -91,7 +94,7 @@ def _needed(worker: Any, specs: dict[str, Any]) -> Needed:
             for size in ((1, min(most, longest)), (min(most, options["requests"]), 1))
         )
     # a CUDA graph over new tokens keeps its own work space
-    return Needed(two - one, 2 * one - two, max(chunk, tokens) + tokens)
+    return Needed(two - one + of_received, 2 * one - two, max(chunk, tokens) + tokens)
 
 
 def _state_bytes(specs: dict[str, Any], pages: int, options: dict[str, Any]) -> int:
