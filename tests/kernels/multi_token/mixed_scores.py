@@ -1,15 +1,19 @@
-"""Checks shared by the tests of conv_attention, conv_decode and head_mix_attention, and the
-definition of the first two.
+"""Definitions of conv_attention, conv_decode and head_mix_attention, and the check of the first and
+the last.
 """
 
 import itertools
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from msattn.kernels.multi_token.conv_attention import conv_attention
+from msattn.kernels.multi_token.conv_attention import operation as convolution
+from msattn.kernels.multi_token.head_mix_attention import head_mix_attention, scores
+from msattn.kernels.multi_token.head_mix_attention import operation as head_mix
 from msattn.kernels.testing import assert_within_budget, starts
 from msattn.kernels.types import Backend, ConvMask
 from tests.kernels import shared
@@ -21,8 +25,30 @@ from tests.kernels.problems import (
     largest_term,
 )
 
-Operation = Callable[..., Tensor]
 RESULTS = ("out", "dq", "dk", "dv", "dweight")
+Size = tuple[int, int]
+
+
+class Mixing(NamedTuple):
+    """An operation that mixes scores before softmax.
+
+    Attributes
+    ----------
+    definition : the output, computed eagerly with all scores in memory.
+    module : module of the custom operators.
+    mixed_dims : dimensions of the weight over which a score is mixed.
+    pairs : pairs of query and key that a gradient of the weight accumulates in sequence, by the
+        number of heads.
+    masks : values of ``mask``, None without this argument.
+    """
+
+    attend: Callable[..., Tensor]
+    definition: Callable[..., Tensor]
+    random_weight: Callable[[int, Size, torch.dtype, str], Tensor]
+    module: ModuleType
+    mixed_dims: tuple[int, ...]
+    pairs: Callable[[int], int]
+    masks: tuple[ConvMask | None, ...]
 
 
 def roundings(
@@ -46,32 +72,35 @@ def roundings(
     }
 
 
-def assert_agrees(
-    operation: Operation,
-    definition: Callable[[Sequence[Tensor], Tensor, Tensor, torch.dtype], tuple[Tensor, ...]],
+def check(
+    operation: str,
     case: Case,
-    weight: Tensor,
-    mixed: float,
     backend: Backend,
     device: str,
-    pairs: int = 1,
+    size: Size = (2, 3),
+    mask: ConvMask | None = None,
+    weight_dtype: torch.dtype | None = None,
 ) -> None:
-    """Asserts that output and gradients agree with ``definition`` in fp64.
+    """Checks that output and gradients agree with the definition in fp64; of a convolution,
+    ``size`` are queries and keys of its weight.
 
     They are exactly 0 for queries without visible keys. Padding holds NaN.
     """
+    mixing, options = MIXINGS[operation], {} if mask is None else {"mask": mask}
+    weight = mixing.random_weight(case.q_heads, size, weight_dtype or case.dtype, device)
+    mixed = weight.abs().sum(mixing.mixed_dims).max().item()
     q, k, v = case.qkv(device)
     leaves = [*shared.fill_padding(case, q, k, v), weight.requires_grad_()]
-    out = operation(
-        *leaves, causal=case.causal, kv_start=starts(case.padding, device), backend=backend
-    )
+    options |= {"causal": case.causal, "kv_start": starts(case.padding, device)}
+    out = mixing.attend(*leaves, **options, backend=backend)
     dout = torch.randn_like(out)
     got = out.detach(), *torch.autograd.grad(out, leaves, dout)
     seen = case.visible(device)
     wanted, eager = (
-        definition((q, k, v, weight), seen, dout, dtype) for dtype in (torch.float64, case.dtype)
+        with_gradients(mixing, (q, k, v, weight), seen, dout, dtype, mask)
+        for dtype in (torch.float64, case.dtype)
     )
-    rounding = roundings(q, k, v, weight.detach(), dout, mixed, pairs)
+    rounding = roundings(q, k, v, weight.detach(), dout, mixed, mixing.pairs(case.q_heads))
     for name, x, x_exact, x_eager in zip(RESULTS, got, wanted, eager, strict=True):
         assert x.dtype == (weight.dtype if name == "dweight" else case.dtype)
         within_budget = assert_sum_within_budget if name == "dweight" else assert_within_budget
@@ -80,6 +109,27 @@ def assert_agrees(
     empty = ~seen.any(-1).expand(out.shape[:3])
     assert (got[0][empty] == 0).all()
     assert (got[1][empty] == 0).all()
+
+
+def with_gradients(
+    mixing: Mixing,
+    inputs: Sequence[Tensor],
+    seen: Tensor,
+    dout: Tensor,
+    dtype: torch.dtype,
+    mask: ConvMask | None,
+) -> tuple[Tensor, ...]:
+    """Returns the output of the definition and the gradients of q, k, v and weight.
+
+    In fp64 each query has its own copy of the weight, with its own gradient.
+    """
+    if dtype == torch.float64:
+        weight = inputs[3]
+        inputs = [*inputs[:3], weight.expand(dout.shape[2], *weight.shape)]
+    q, k, v, weight = leaves = [x.detach().to(dtype).clone().requires_grad_() for x in inputs]
+    options = {} if mask is None else {"mask": mask}
+    out = mixing.definition(q, k, v, weight, seen, q.shape[3] ** -0.5, dtype, **options)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout.to(dtype))
 
 
 def shifted(x: Tensor, up: int, right: int) -> Tensor:
@@ -138,48 +188,57 @@ def convolved_attention(
     )
 
 
-def random_convolution(
-    heads: int, size: tuple[int, int], dtype: torch.dtype, device: str
-) -> Tensor:
+def random_convolution(heads: int, size: Size, dtype: torch.dtype, device: str) -> Tensor:
     """Random kernels that preserve the magnitude of scores."""
     return (torch.randn(heads, *size) / (size[0] * size[1]) ** 0.5).to(device, dtype)
 
 
-def results(
-    operation: Operation, inputs: Sequence[Tensor], dout: Tensor, backend: Backend | None = None
-) -> list[Tensor]:
-    """Returns the output and the gradients."""
-    leaves = [x.requires_grad_() for x in inputs]
-    out = operation(*leaves, backend=backend)
-    return [out, *torch.autograd.grad(out, leaves, dout)]
+def random_mix(heads: int, size: Size, dtype: torch.dtype, device: str) -> Tensor:
+    """Random weight near the identity, from which training starts."""
+    return (torch.eye(heads) + torch.randn(heads, heads) / (2 * heads**0.5)).to(device, dtype)
 
 
-def assert_accepts_misaligned_gradients(operation: Operation, inputs: Sequence[Tensor]) -> None:
-    """Asserts that a gradient that is not aligned to 16 bytes gives the same results."""
-    dout = torch.randn_like(inputs[0]).contiguous()
-    misaligned = torch.cat([dout.new_zeros(1), dout.flatten()])[1:].view_as(dout)
-    got, want = (results(operation, inputs, x, "triton") for x in (misaligned, dout))
-    shared.assert_same(got, want)
+def mixed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    seen: Tensor,
+    scale: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Computes the definition of head_mix_attention eagerly in ``dtype``. Rows without visible keys
+    are 0.
+
+    ``weight`` is ``[Hq, Hq]``, or ``[N, Hq, Hq]`` with one for each query.
+    """
+    by_query = weight.expand(q.shape[2], -1, -1)
+    statistics = torch.promote_types(dtype, torch.float32)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = (q @ k.mT) * scale
+    mixed = torch.stack(
+        [(by_query[:, h].T[..., None] * scores).sum(1) for h in range(q.shape[1])], 1
+    ).to(statistics)
+    mixed = mixed.masked_fill(~seen & seen.any(-1, keepdim=True), -torch.inf)
+    return mixed.softmax(-1).masked_fill(~seen, 0).to(dtype) @ v
 
 
-def assert_step_is_captured(
-    module: ModuleType, inputs: Sequence[Tensor], dout: Tensor, *options: Any
-) -> None:
-    """Asserts that a captured step, with backward, follows new inputs and padding."""
-    kv_start = torch.tensor([7], dtype=torch.int32, device="cuda")
+def pairs_of_mix(heads: int) -> int:
+    tile = scores.mix_backward_tile(heads)
+    return tile.rows * tile.keys
 
-    def step() -> list[Tensor]:
-        out, lse = module._operator(*inputs, kv_start, True, 0.1, *options, "triton")
-        return [
-            out,
-            *module._backward_operator(
-                dout, *inputs, out, lse, kv_start, True, 0.1, *options, "triton"
-            ),
-        ]
 
-    def change() -> None:
-        kv_start.fill_(60)
-        for x in inputs:
-            x.copy_(torch.randn_like(x))
-
-    shared.assert_cuda_graph(step, change)
+MIXINGS = {
+    "conv_attention": Mixing(
+        conv_attention,
+        convolved_attention,
+        random_convolution,
+        convolution,
+        (1, 2),
+        lambda heads: 1,
+        ("query", "key"),
+    ),
+    "head_mix_attention": Mixing(
+        head_mix_attention, mixed_attention, random_mix, head_mix, (0,), pairs_of_mix, (None,)
+    ),
+}
