@@ -11,16 +11,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import msattn
-from msattn.kernels.best_blocks import block_softmax
 from msattn.kernels.operations import DIFFERENTIABLE, OPERATIONS
 from msattn.kernels.testing import block_numbers, pool_over_blocks, starts, visible
 from msattn.kernels.types import Backend, Pool
-from tests.kernels import arguments
 from tests.kernels.block_maps import BLOCK_SPARSE, MULTISCALE, Operation, gradients, zoom_of_tokens
+from tests.kernels.cases.every import CASES
+from tests.kernels.cases.records import Arguments
 from tests.kernels.problems import Case
 from tests.kernels.shared import BACKENDS, assert_same
 
-Arguments = dict[str, Any]
+# those of backend="triton" run the compiled kernels where there is a GPU
+pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 EACH = ("lse", "products")  # results with one number for each row
 MAPS = ("pooled", "result")  # results that are 0 where a row sees nothing
 WITHOUT_ROWS = (
@@ -29,8 +30,10 @@ WITHOUT_ROWS = (
     "paged_bucket_sizes",
     "probe_buckets",
 )  # their results are integers
-FUNCTIONS = {name: getattr(msattn, name) for name in OPERATIONS if name not in WITHOUT_ROWS} | {
-    "block_softmax": block_softmax
+FUNCTIONS = {
+    name: CASES[name].function
+    for name in (*OPERATIONS, "block_softmax")
+    if name not in WITHOUT_ROWS
 }
 PAGED = ("paged_block_sparse_attention", "paged_bucket_decode", "paged_flash_decode")
 
@@ -83,7 +86,7 @@ UNREAD: dict[str, Callable[[Arguments], Tensor]] = {
 def given_to(operation: str, device: str) -> Arguments:
     """Returns arguments with which the places of UNREAD are not read."""
     # the same numbers on every device: which places are read depends on them
-    drawn = getattr(arguments, operation)("cpu")
+    drawn = CASES[operation].arguments("cpu")
     given: Arguments = tree_map_only(Tensor, lambda x: x.to(device), drawn)
     if "block_mask" in given:
         given["block_mask"][0, : given["block_mask"].shape[1] // 2, :, 0] = False
@@ -233,7 +236,7 @@ def test_gradients_of_blocks_that_no_nan_row_reads(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_best_blocks_ranks_nan_first(backend: Backend, steady_device: str) -> None:
-    given = arguments.best_blocks(steady_device) | {"backend": backend}
+    given = CASES["best_blocks"].arguments(steady_device) | {"backend": backend}
     given["scores"][:, :, :, 2] = torch.nan
     given["scores"][:, :, 1, 1] = -torch.nan
     assert torch.equal(
@@ -249,29 +252,10 @@ def test_best_blocks_ranks_nan_first(backend: Backend, steady_device: str) -> No
 
 
 def test_a_nan_query_among_the_last_is_seen_in_the_last_row(device: str) -> None:
-    given = arguments.gate_scores(device) | {"last_queries": True, "kv_start": None}
+    given = CASES["gate_scores"].arguments(device) | {"last_queries": True, "kv_start": None}
     given["q"][:, :, 57] = torch.nan  # of the last 16, in the row block before the last
     found, wanted = (
         msattn.gate_scores(**given, backend=backend) for backend in ("triton", "torch")
     )
     assert wanted[:, :, -1].isnan().any()
     assert torch.equal(found.isnan(), wanted.isnan())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("operation", READ)
-def test_compiled(operation: str) -> None:
-    test_rows_that_read_nan_are_nan(operation, "triton", "cuda")
-    if operation in UNREAD:
-        test_nan_that_is_not_read_makes_no_difference(operation, "triton", "cuda")
-    if operation in DIFFERENTIABLE:
-        test_gradients_of_nan_rows(operation, "triton", "cuda")
-
-
-@pytest.mark.gpu
-def test_compiled_blocks() -> None:
-    for operation in (BLOCK_SPARSE, MULTISCALE):
-        test_gradients_of_blocks_that_no_nan_row_reads(operation, "triton", "cuda")
-    for pool in get_args(Pool):
-        test_blocks_that_a_nan_row_sees_are_nan(pool, "triton", "cuda")
-    test_best_blocks_ranks_nan_first("triton", "cuda")

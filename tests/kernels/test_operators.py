@@ -11,19 +11,13 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-import msattn
-from msattn.kernels.best_blocks import block_softmax
 from msattn.kernels.flash_decode.score_mod import alibi, sliding_window, softcap
-from msattn.kernels.nearest_centroid import bucket_sums
 from msattn.kernels.operations import DIFFERENTIABLE, OPERATIONS
 from msattn.kernels.types import Backend
-from tests.kernels import arguments
+from tests.kernels.cases.every import CASES
 from tests.kernels.shared import BACKENDS, assert_same
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {name: getattr(msattn, name) for name in OPERATIONS} | {
-    "block_softmax": block_softmax,
-    "bucket_sums": bucket_sums,
-}
+FUNCTIONS = (*OPERATIONS, "block_softmax", "bucket_sums")
 WITH_GRADIENT = (*DIFFERENTIABLE, "block_softmax")
 COUNTING = ("bucket_decode", "paged_bucket_decode")
 # their results have no gradient
@@ -39,7 +33,7 @@ SLOW = {
 
 def variants(operation: str, device: str) -> Iterator[dict[str, Any]]:
     """Yields arguments for each operator of an operation, and for other types of its arguments."""
-    given = getattr(arguments, operation)(device)
+    given = CASES[operation].arguments(device)
     yield given
     if operation == "flash_decode":
         for mod in (softcap(2.0), sliding_window(20), alibi(torch.rand(4, device=device))):
@@ -91,7 +85,7 @@ def operator_calls(
     "operation", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in FUNCTIONS]
 )
 def test_operator(operation: str, backend: Backend, steady_device: str) -> None:
-    function = FUNCTIONS[operation]
+    function = CASES[operation].function
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for options in variants(operation, steady_device):
