@@ -24,11 +24,16 @@ TEXTS = ["data=text", "data.path=text.txt", "data.heldout_path=heldout.txt"]  # 
 WORDS = " ".join(map("".join, itertools.product("aeiou", "lmnrst", "aeiou", "lmnrst")))
 
 
+def exit_code_of(program: Callable[[], object]) -> int:
+    """Returns the exit code with which a program ends this process."""
+    with pytest.raises(SystemExit) as ended:
+        program()
+    return int(ended.value.code or 0)
+
+
 def exit_code(*arguments: str) -> int:
     """Runs ``msattn *arguments`` and returns its exit code."""
-    with pytest.raises(SystemExit) as ended:
-        cli.main(list(arguments))
-    return int(ended.value.code or 0)
+    return exit_code_of(lambda: cli.main(list(arguments)))
 
 
 def succeed(*arguments: str) -> None:

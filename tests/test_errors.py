@@ -18,13 +18,11 @@ from msattn.trainer.errors import (
     run_program,
 )
 from tests.house.modules import ROOT
-from tests.running import exit_code
+from tests.running import exit_code, exit_code_of
 
 
 def ended(program: Callable[[], int | None]) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        run_program(program)
-    return int(stopped.value.code or 0)
+    return exit_code_of(lambda: run_program(program))
 
 
 @pytest.mark.parametrize(
@@ -117,9 +115,8 @@ def test_each_program_reports_a_mistake_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", [program, *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(ROOT / f"docs/experiments/{program}.py"), run_name="__main__")
-    assert stopped.value.code == 2
+    path = str(ROOT / f"docs/experiments/{program}.py")
+    assert exit_code_of(lambda: runpy.run_path(path, run_name="__main__")) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(line)
 

@@ -16,6 +16,7 @@ from msattn.trainer.config import DataConfig
 from msattn.trainer.data.overlap import SAMPLED, WINDOW, check_heldout, shared_windows, windows
 from msattn.trainer.data.sources import Document, documents
 from msattn.trainer.errors import UserError, run_program
+from tests.running import exit_code_of
 
 
 def prose(seed: int, words: int = 20_000) -> str:
@@ -118,9 +119,7 @@ def test_a_held_out_split_is_compared_over_its_first_documents(
 
 
 def run(*arguments: str) -> int:
-    with pytest.raises(SystemExit) as ended:
-        run_program(lambda: overlap.main(arguments))
-    return int(ended.value.code or 0)
+    return exit_code_of(lambda: run_program(lambda: overlap.main(arguments)))
 
 
 def test_the_command_counts_windows_and_fails_on_shared_ones(

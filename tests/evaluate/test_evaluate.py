@@ -134,7 +134,6 @@ def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
     many = replace(
         own, tasks=["needle"], baselines=[], needle=replace(own.needle, probes=[BUCKETS + 1])
     )
-    short = replace(own, tasks=["needle"], baselines=[], needle=replace(own.needle, lengths=[24]))
     served = replace(
         own,
         tasks=["throughput"],
@@ -142,18 +141,13 @@ def test_user_errors(trained: Path, text: str, tmp_path: Path) -> None:
         throughput=ThroughputConfig(lengths=[250], tokens=7),
     )
     timed = replace(own, tasks=["latency"], baselines=[], latency=LatencyConfig(lengths=[512]))
-    deeper = replace(
-        cfg.model, architecture={**(cfg.model.architecture or {}), "num_hidden_layers": 3}
-    )
     (tmp_path / "file").write_text("")
     for message, changes in {
         "512": {"eval": long},
         f"probes={BUCKETS + 1}": {"eval": many},
         r"length=257 of eval\.throughput": {"eval": served},
         r"length=512 of eval\.latency": {"eval": timed},
-        "lengths=24": {"eval": short},
         "no such folder": {"artifacts": ArtifactsConfig(gate=str(tmp_path / "nowhere"))},
-        "its num_layers is 2": {"model": deeper},
         "compare=nowhere: expected the folder of an earlier": {"compare": "nowhere"},
         "rand/base is not writable": {"outputs": str(tmp_path / "file")},
     }.items():

@@ -14,6 +14,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate import lm_eval
 from msattn.trainer.models.loading import Loaded
 from tests.evaluate.harness_tasks import log_likelihood, write_task
+from tests.running import exit_code_of
 
 TEXT = " ".join(["the river ran past an old mill and nobody knew where it came from"] * 40)
 SERVED: dict[str, Any] = {"gate": "embedded", "select": "topk", "sparsity": 0.8, "dense_below": 0}
@@ -92,9 +93,7 @@ def test_errors_are_one_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", None)
     monkeypatch.setattr(lm_eval, "register", lm_eval.register.__wrapped__)
-    with pytest.raises(SystemExit) as ended:
-        lm_eval.main()
-    assert ended.value.code == 2
+    assert exit_code_of(lm_eval.main) == 2
     assert capsys.readouterr().err.startswith(
         "msattn: lm_eval is not installed; pip install 'msattn[harness]'"
     )

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from msattn.kernels.testing import (
-    random_qkv,
-)
+from msattn.kernels.testing import random_qkv
 from msattn.kernels.types import Backend
 from tests.kernels import shared
 from tests.kernels.block_maps import BLOCK_SPARSE, MULTISCALE, Operation, check
@@ -62,8 +60,13 @@ def test_agrees_with_fp64(
     ],
     ids=["block_sparse", "multiscale", "block_sparse_triton"],
 )
-@settings(max_examples=8, deadline=None)
-@given(**ANY_LENGTHS, seed=st.integers(0, 99))
+@settings(max_examples=16, deadline=None)
+@given(
+    **ANY_LENGTHS,
+    keys=st.sampled_from([None, 16, 32, 128]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    seed=st.integers(0, 99),
+)
 def test_any_lengths(
     operation: Operation,
     backend: Backend,
@@ -73,18 +76,15 @@ def test_any_lengths(
     causal: bool,
     block: int,
     softcap: float | None,
+    keys: int | None,
+    dtype: torch.dtype,
     seed: int,
 ) -> None:
-    case = Case(1, 2, 1, n, max(1, n + more), 16, causal=causal, block_size=block)
-    check(
-        operation,
-        case,
-        operation.draw(1, 2, case.blocks, 0.5, device, seed),
-        backend,
-        device,
-        backend == "torch",
-        softcap,
-    )
+    """Column blocks of a mask may be of another size than row blocks."""
+    keys = keys if operation is BLOCK_SPARSE else None
+    case = Case(1, 2, 1, n, max(1, n + more), 16, dtype, causal, None, block, keys)
+    blocks = operation.draw(1, 2, case.blocks, 0.5, device, seed)
+    check(operation, case, blocks, backend, device, backend == "torch", softcap)
 
 
 @pytest.mark.gpu

@@ -6,8 +6,6 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from msattn.kernels.block_sparse_attention import block_sparse_attention
@@ -20,7 +18,7 @@ from msattn.kernels.testing import random_block_mask, random_qkv, starts, visibl
 from msattn.kernels.types import Backend
 from tests.kernels import shared
 from tests.kernels.block_maps import BLOCK_SPARSE, check, random_mask
-from tests.kernels.problems import ANY_LENGTHS, Case, full_product
+from tests.kernels.problems import Case, full_product
 from tests.kernels.shared import BACKENDS
 
 
@@ -73,32 +71,6 @@ def test_blocks_of_other_sizes(number: int, backend: Backend, device: str, poiso
     mask[:, :, -1] &= number % 2 == 0
     with_gradients = device == "cuda" or backend == "torch" or number % 4 == 3
     check(BLOCK_SPARSE, case, mask, backend, device, with_gradients, softcap)
-
-
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
-@settings(max_examples=8, deadline=None)
-@given(**ANY_LENGTHS, keys=st.sampled_from([16, 32, 128]), seed=st.integers(0, 99))
-def test_any_lengths(
-    backend: Backend,
-    device: str,
-    n: int,
-    more: int,
-    causal: bool,
-    block: int,
-    softcap: float | None,
-    keys: int,
-    seed: int,
-) -> None:
-    case = Case(1, 2, 1, n, max(1, n + more), 16, torch.float16, causal, None, block, keys)
-    check(
-        BLOCK_SPARSE,
-        case,
-        random_mask(1, 2, case.blocks, 0.5, device, seed),
-        backend,
-        device,
-        backend == "torch",
-        softcap,
-    )
 
 
 def test_lists_in_parts(monkeypatch: pytest.MonkeyPatch, device: str) -> None:

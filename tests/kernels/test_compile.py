@@ -111,9 +111,11 @@ def compile_operations(heads: Heads, operations: Sequence[str]) -> None:
     from tests.kernels.cases.every import CASES
 
     for driver.operation, driver.sm in itertools.product(operations, heads):
+        launch = CASES[driver.operation].launch
+        assert launch is not None
         for dtype, head_size in heads[driver.sm]:
             print(f"{driver.operation} sm_{driver.sm}: {dtype}, heads of {head_size}")
-            CASES[driver.operation].launch(DTYPES[dtype], head_size, driver.sm)
+            launch(DTYPES[dtype], head_size, driver.sm)
 
 
 if __name__ == "__main__":

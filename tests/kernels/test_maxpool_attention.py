@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from msattn.kernels.maxpool_attention import maxpool_attention
-from msattn.kernels.reference import maxpool_attention as reference
 from msattn.kernels.testing import (
     assert_within_budget,
     block_numbers,
@@ -193,8 +192,6 @@ def test_rejects_unsupported_layout_and_dtype(device: str) -> None:
         maxpool_attention(q, k.transpose(2, 3), v, backend="triton")
     with pytest.raises(ValueError, match="float64"):
         maxpool_attention(q.double(), k.double(), v.double(), backend="triton")
-    with pytest.raises(ValueError, match="kv_start"):
-        reference.maxpool_attention(q, k, v, kv_start=starts([65], device))
 
 
 @pytest.mark.gpu

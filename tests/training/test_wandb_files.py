@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from msattn import cli
+from tests.running import exit_code_of
 
 BLOCK = 32768  # bytes
 LAST_PARTS = (1, 4)  # types of the parts that end a record
@@ -120,9 +121,8 @@ EVAL = [
 
 
 def run(*arguments: str) -> None:
-    with pytest.raises(SystemExit) as ended, patch.object(sys, "argv", ["msattn", *arguments]):
-        cli.main()
-    assert not ended.value.code
+    with patch.object(sys, "argv", ["msattn", *arguments]):
+        assert exit_code_of(cli.main) == 0
 
 
 def test_a_study_from_training_to_generation_is_a_group_of_linked_runs(

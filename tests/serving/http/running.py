@@ -3,7 +3,6 @@
 import re
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from msattn.trainer.serving.engines.http.engine import Engine
 from msattn.trainer.serving.engines.http.supervisor import Supervisor, bind
 from msattn.trainer.training.tracker import Tracker
 from tests.factory import save_tokenizer, tiny_model
+from tests.running import wait_until
 from tests.serving.paged.batches import alone
 
 KEY = "sk-of-the-tests"
@@ -88,10 +88,7 @@ class Running:
 
 def eventually(condition: Callable[[], bool]) -> None:
     """Waits for ``condition``; fails after :data:`SECONDS`."""
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    assert wait_until(condition, SECONDS)
 
 
 @contextmanager
