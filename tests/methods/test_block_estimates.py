@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels import testing
+from msattn.trainer.config import BlockSizes
 from msattn.trainer.methods.untrained.scores.flashprefill import FlashPrefill
 from msattn.trainer.methods.untrained.scores.flexprefill import FlexPrefill
 from msattn.trainer.methods.untrained.scores.mean_pool import MeanPool
@@ -23,20 +24,16 @@ def probabilities(x: LayerInputs) -> Tensor:
     return testing.dense_attention(x.q, x.k, x.v, seen, x.scale).probs.float()
 
 
-def row_blocks(x: LayerInputs) -> list[tuple[int, int, int]]:
-    """First and last query, and last visible column block, of each row block."""
-    past = x.num_keys - x.num_queries
-    ends = [min(first + BLOCK, x.num_queries) for first in range(0, x.num_queries, BLOCK)]
-    return [(BLOCK * r, end, (end + past - 1) // BLOCK) for r, end in enumerate(ends)]
-
-
 @pytest.mark.parametrize(("num_queries", "num_keys"), SHAPES)
-def test_flashprefill_sums_the_exponentials_of_single_queries(num_queries, num_keys):
-    x = layer_inputs(num_queries, num_keys)
-    scores = FlashPrefill(BLOCK)(x)
+@pytest.mark.parametrize("sizes", [BlockSizes(BLOCK, BLOCK), BlockSizes(64, BLOCK)])
+def test_flashprefill_sums_the_exponentials_of_single_queries(num_queries, num_keys, sizes):
+    x, past = layer_inputs(num_queries, num_keys), num_keys - num_queries
+    scores = FlashPrefill(*sizes)(x)
     for head in range(4):
-        means = [block.mean(0) for block in x.k[0, head // 2].split(BLOCK)]
-        for r, (first, end, last) in enumerate(row_blocks(x)):
+        means = [block.mean(0) for block in x.k[0, head // 2].split(sizes.keys)]
+        for r, first in enumerate(range(0, num_queries, sizes.queries)):
+            end = min(first + sizes.queries, num_queries)
+            last = (end + past - 1) // sizes.keys
             sums = torch.stack(
                 [
                     (x.q[0, head, first:end] @ means[c] * x.scale).exp().sum()

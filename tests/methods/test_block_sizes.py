@@ -16,7 +16,6 @@ from msattn.kernels.common.block_bits import pack_blocks
 from msattn.kernels.testing import pool_over_blocks, visible
 from msattn.trainer.config import BlockSizes, GateConfig, SelectConfig
 from msattn.trainer.config.policies import CalibratedLayer, Threshold, TokenBudget, TopK
-from msattn.trainer.config.select import BASELINES
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods import selection as select
 from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks
@@ -27,7 +26,6 @@ from msattn.trainer.methods.gate.train import gate_thresholds
 from msattn.trainer.methods.selection import Selection, selected_attention
 from msattn.trainer.methods.thresholds import calibrate_blocks, shortest_row
 from msattn.trainer.methods.untrained.scores.a_shape import measure_spans
-from msattn.trainer.methods.untrained.scores.flashprefill import FlashPrefill
 from msattn.trainer.methods.untrained.scores.mean_pool import MeanPool
 from msattn.trainer.methods.untrained.scores.oracle import Oracle
 from msattn.trainer.methods.untrained.scores.quest import Quest
@@ -78,20 +76,6 @@ def test_sink_and_local_blocks_hold_as_many_keys_as_those_of_equal_sizes(
                 assert found.always[b, 0, r, c].item() == (seen and required)
 
 
-@pytest.mark.parametrize("padding", [None, [0, 37]])
-@pytest.mark.parametrize("scores", [name for name in BASELINES if name != "a_shape"])
-def test_scores_are_distributions_over_the_visible_blocks(
-    scores: str, padding: list[int] | None
-) -> None:
-    x = layer_inputs(150, 210, padding)
-    scorer = Selection.from_config(SelectConfig(scores=scores, **ARGUMENTS)).scorer
-    assert scorer.sizes == SIZES
-    found, seen = scorer(x), candidate_blocks(x, SIZES).visible
-    assert found.shape == (len(x.q), 4, 3, 14)
-    assert (found.masked_select(~seen.expand_as(found)) == 0).all()
-    torch.testing.assert_close(found.sum(-1), seen.any(-1).float().expand(found.shape[:-1]))
-
-
 def test_scores_that_pool_keys_by_their_definitions() -> None:
     x, rows, cols = layer_inputs(150, 210), range(0, 150, 64), range(0, 210, 16)
     seen = candidate_blocks(x, SIZES).visible[0, 0]
@@ -122,15 +106,6 @@ def test_scores_that_add_over_keys_add_up_to_those_of_larger_blocks() -> None:
     x = layer_inputs(128, 256)
     fine, coarse = XAttention(*SIZES)(x), XAttention(64, 64)(x)
     torch.testing.assert_close(fine.unflatten(-1, (-1, 4)).sum(-1), coarse)
-
-
-def test_flashprefill_sums_the_exponentials_of_single_queries_with_means_of_few_keys() -> None:
-    x = layer_inputs(128, 256)
-    means = x.k.repeat_interleave(2, 1).unflatten(2, (-1, 16)).mean(3)
-    sums = (x.q @ means.mT * x.scale).exp().unflatten(2, (2, 64)).sum(3) * candidate_blocks(
-        x, SIZES
-    ).visible
-    torch.testing.assert_close(FlashPrefill(*SIZES)(x), sums / sums.sum(-1, keepdim=True))
 
 
 def test_spans_of_heads_are_measured_by_distance_in_blocks_of_keys() -> None:

@@ -19,7 +19,7 @@ from msattn.trainer.config.policies import Multiscale, Nucleus, Threshold, Token
 from msattn.trainer.config.select import GATE_SCORES
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods import selection as select
-from msattn.trainer.methods.blocks import normalize_rows, sparsity
+from msattn.trainer.methods.blocks import candidate_blocks, normalize_rows, sparsity
 from msattn.trainer.methods.untrained import base, untrained_scorer
 from msattn.trainer.methods.untrained.scores.quest import Quest
 from msattn.trainer.methods.untrained.scores.random import Random
@@ -205,11 +205,21 @@ def test_rows_of_the_last_queries_read_every_block(
 
 
 @pytest.mark.parametrize("scorer", BASELINES)
-@pytest.mark.parametrize(("num_queries", "num_keys", "padding"), SHAPES)
-def test_scores_are_distributions_over_visible_blocks(scorer, num_queries, num_keys, padding):
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "padding", "sizes"),
+    [
+        *((*shape, BlockSizes(BLOCK, BLOCK)) for shape in SHAPES),
+        (150, 210, None, BlockSizes(64, 16)),
+        (150, 210, [0, 37], BlockSizes(64, 16)),
+    ],
+)
+def test_scores_are_distributions_over_visible_blocks(
+    scorer, num_queries, num_keys, padding, sizes
+):
     x = layer_inputs(num_queries, num_keys, padding)
-    scores = scorer(BLOCK)(x)
-    visible, _ = geometry(num_queries, num_keys, padding)
+    scores = scorer(*sizes)(x)
+    visible = candidate_blocks(x, sizes).visible
+    assert scorer(*sizes).sizes == sizes
     assert scores.dtype == torch.float32
     assert scores.shape == (x.q.shape[0], 4, *visible.shape[2:])
     assert (scores.masked_select(~visible.expand_as(scores)) == 0).all()
