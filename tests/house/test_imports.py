@@ -36,7 +36,10 @@ def test_light_modules_import_nothing_heavy() -> None:
 
 OF_EXTRAS = (
     # they use vLLM's classes; only vLLM imports them
-    *(f"trainer.serving.engines.vllm.{name}" for name in ("backend", "memory", "metadata")),
+    *(
+        f"trainer.serving.engines.vllm.{name}"
+        for name in ("backend", "memory", "metadata", "received")
+    ),
     # only msattn serve imports them
     *(
         f"trainer.serving.engines.http.{name}"
