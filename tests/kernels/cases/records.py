@@ -1,4 +1,4 @@
-"""What the common tests know of each function of kernels, and arguments that several share."""
+"""Records of the cases of each function of kernels, and arguments that several share."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
