@@ -110,8 +110,7 @@ def _check_scores(name: str, x: Tensor, backend: Backend) -> None:
     if x.dim() != 4 or min(x.shape) < 1 or x.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"{name} is {x.dtype} {tuple(x.shape)}: expected float32 (or float64) [batch, heads, "
-            f"row blocks, column blocks], "
-            "each size at least 1"
+            "row blocks, column blocks], each size at least 1"
         )
     if backend == "triton" and x.shape[3] > MAX_COLUMNS:
         raise ValueError(

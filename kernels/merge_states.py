@@ -43,8 +43,7 @@ def merge_states(outs: Tensor, lses: Tensor, *, backend: Backend | None = None) 
     if outs.dim() != 5 or min(outs.shape) < 1 or outs.dtype not in (*FLOATS, torch.float64):
         raise ValueError(
             f"outs is {outs.dtype} {tuple(outs.shape)}: expected a floating-point [parts, batch, "
-            f"heads, tokens, head size], "
-            "each size at least 1"
+            "heads, tokens, head size], each size at least 1"
         )
     check_tensor("lses", lses, statistics_dtype(outs), outs.shape[:4], "outs", outs)
     return SparseAttention(*_operator(outs, lses, resolve_backend(backend, outs, name="outs")))

@@ -54,8 +54,7 @@ def _check_projection(gate: Gate, q_pools: int, blocks: int) -> None:
     if not kv_heads or pooled_k.shape != (len(q), kv_heads, blocks, (pools + rotated) * head_size):
         raise ValueError(
             f"pooled_k.shape={tuple(pooled_k.shape)}: expected [{len(q)}, key/value heads, "
-            f"{blocks}, poolings * {head_size}],"
-            " the last pooling that of q_rope, if it is given"
+            f"{blocks}, poolings * {head_size}], the last pooling that of q_rope, if it is given"
         )
     heads, hidden = query_weight.shape[:2] if query_weight.dim() == 3 else (0, 0)
     if heads < 1 or q.shape[1] % heads or heads % kv_heads or hidden < 2 or hidden % 2:
@@ -106,6 +105,5 @@ def _check_exactly(
     if x.dtype != dtype or tuple(x.shape) != shape or x.device != q.device or not x.is_contiguous():
         raise ValueError(
             f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}, strides {x.stride()}: expected "
-            f"{dtype} {shape} on {q.device},"
-            " contiguous"
+            f"{dtype} {shape} on {q.device}, contiguous"
         )

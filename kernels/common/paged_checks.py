@@ -20,9 +20,8 @@ def check_paged_keys(cache: PagedKeys, heads: int, q: Tensor) -> None:
         if x.dim() != 4 or min(x.shape) < 1 or x.shape[3] != q.shape[-1] or x.stride(3) != 1:
             raise ValueError(
                 f"{name} has shape {tuple(x.shape)} and strides {x.stride()}: expected [pages, "
-                f"page size, heads, "
-                f"{q.shape[-1]}], q's head size, each size at least 1 and the last dimension "
-                f"contiguous"
+                f"page size, heads, {q.shape[-1]}], q's head size, each size at least 1 and the "
+                "last dimension contiguous"
             )
         if x.dtype not in (q.dtype, FP8) or x.dtype != cache.k.dtype:
             raise ValueError(

@@ -21,8 +21,7 @@ def check_convolution(weight: Tensor, mask: str, q: Tensor) -> None:
     ):
         raise ValueError(
             f"weight.shape={tuple(weight.shape)}: expected [{q.shape[1]}, c_q, c_k], one kernel "
-            f"for each of q's heads, "
-            f"of 1 to {MAX_CONV_SIZE} queries and keys"
+            f"for each of q's heads, of 1 to {MAX_CONV_SIZE} queries and keys"
         )
     if mask not in get_args(ConvMask):
         raise ValueError(f"mask={mask!r}: expected one of {', '.join(get_args(ConvMask))}")

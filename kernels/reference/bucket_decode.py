@@ -106,8 +106,7 @@ def _bucket_members(index: BucketIndex, probes: Tensor) -> tuple[Tensor, Tensor]
     ):
         raise ValueError(
             f"index.offsets: {int(offsets.min())} to {int(offsets.max())}, expected ascending "
-            f"offsets within 0 to "
-            f"{index.order.shape[2]}, the length of index.order"
+            f"offsets within 0 to {index.order.shape[2]}, the length of index.order"
         )
     none = torch.full_like(offsets[..., :1], -1)
     bucket = torch.cat([none, probes.long().sort(-1).values], -1)  # [B, Hkv, 1 + L]

@@ -48,8 +48,7 @@ def download(repository: str, revision: str | None = None) -> Path:
         at = "" if revision is None else f" at revision={shown(revision)}"
         raise UserError(
             f"artifact {repository}: not a local folder, and loading it{at} from the Hugging Face "
-            f"Hub failed "
-            f"({first_line(error)})"
+            f"Hub failed ({first_line(error)})"
         ) from error
 
 

@@ -86,9 +86,8 @@ def _artifacts(
     elif not any(chosen.values()):
         check(config_and_tokenizer(cfg.model)[0])  # one that is not supported has its own message
         raise UserError(
-            f"{cfg.folder}: no gate, k-means or classifier here; train one, e.g. msattn "
-            f"train-gate {cfg.arguments(cfg.name)}, "
-            "or add select=quest, which needs no training"
+            f"{cfg.folder}: no gate, k-means or classifier here; train one, e.g. msattn train-gate "
+            f"{cfg.arguments(cfg.name)}, or add select=quest, which needs no training"
         )
     given = [kind for kind in artifacts.ROUTER_KINDS if getattr(cfg.artifacts, kind)]
     if len(given) > 1:

@@ -255,8 +255,7 @@ class ArtifactsConfig:
     )
     qmodel: Text | None = key(
         "folder or Hub id of query classifiers, or embedded, or a router without training "
-        "(generate: e.g. quest; serve: "
-        "random); null: those of the same model and name, if any",
+        "(generate: e.g. quest; serve: random); null: those of the same model and name, if any",
         default=None,
     )
     decode_gate: Text | None = key(
@@ -360,8 +359,7 @@ class ReadOptions:
     )
     keys: Number | None = key(
         "replaces probes: mean share of the keys outside the dense window that decoded queries "
-        "read, e.g. 0.05; with decode "
-        "gates also their number, rounded down to whole blocks",
+        "read, e.g. 0.05; with decode gates also their number, rounded down to whole blocks",
         default=None,
     )
     recent: Tokens | None = key(

@@ -40,8 +40,7 @@ class SharedKeys:
     _: KW_ONLY
     scores: Annotated[Text, OneOf(SCORES)] = key(
         "gate_question (a gate's, with the attention of the prompt's last queries), gate, or a "
-        "training-free method "
-        "(msattn help select)",
+        "training-free method (msattn help select)",
         default="gate_question",
     )
     sink_blocks: TokensOrZero | None = key(

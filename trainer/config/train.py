@@ -179,17 +179,15 @@ class GateConfig:
     )
     target: Annotated[Text, OneOf(TARGETS)] | None = key(
         "prefill: pooling of the block map that gates learn; mass: sum of probabilities over a "
-        "block's keys, maximum over the "
-        "row block's queries; mean_mass: the same with the mean over queries; max (the paper): "
-        "the largest probability; null: "
-        "mass or mean_mass, whichever true map changes predictions less",
+        "block's keys, maximum over the row block's queries; mean_mass: the same with the mean "
+        "over queries; max (the paper): the largest probability; null: mass or mean_mass, "
+        "whichever true map changes predictions less",
         default=None,
     )
     mean_weight: Annotated[Number, Interval(ge=0, le=100)] | None = key(
-        "prefill: weight of the scores of mean-pooled queries and keys after RoPE, which a "
-        "trained gate adds to its own before "
-        "the softmax; 0: none, as in the paper; null: the one of 0, 0.2, 0.5 and 1 that changes "
-        "predictions least",
+        "prefill: weight of the scores of mean-pooled queries and keys after RoPE, which a trained "
+        "gate adds to its own before the softmax; 0: none, as in the paper; null: the one of 0, "
+        "0.2, 0.5 and 1 that changes predictions least",
         default=None,
     )
     loss: Loss = key("mse (the paper), kl or smooth_l1", default="mse")
@@ -272,8 +270,7 @@ class KMeansConfig:
     rope: Flag = key("true: cluster keys after RoPE, a baseline", default=False)
     engine: Annotated[Text, OneOf(("auto", "batched", "faiss"))] = key(
         "batched (all heads of a layer at once), faiss (one head at a time), or auto: faiss on a "
-        "CPU without balance, "
-        "otherwise batched",
+        "CPU without balance, otherwise batched",
         default="auto",
     )
 

@@ -13,8 +13,7 @@ from msattn.trainer.errors import UserError, first_line
 PARQUET_BRANCH = "refs/convert/parquet"  # where the Hub keeps a copy of many datasets
 PARQUET = (
     f"data.revision={PARQUET_BRANCH} reads the Hub's parquet copy of data.path=OWNER/NAME, if "
-    f"there is one, and data=text "
-    "reads local parquet files"
+    "there is one, and data=text reads local parquet files"
 )
 
 

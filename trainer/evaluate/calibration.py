@@ -172,9 +172,8 @@ def unreachable_notes(compared: Compared, cfg: EvalRunConfig) -> list[str]:
             whole = f", rows of up to {short} blocks all of them" if short else ""
             notes.append(
                 f"{length} tokens: every row reads its own block, the first {always.sink_blocks} "
-                f"and the {always.local_blocks} "
-                f"before its own{whole}, so at most {100 * most:.1f} % of the blocks are left "
-                f"out, also at sparsity "
+                f"and the {always.local_blocks} before its own{whole}, so at most {100 * most:.1f} "
+                "% of the blocks are left out, also at sparsity "
                 f"{', '.join(f'{each:g}' for each in beyond)}."
             )
     return notes

@@ -207,9 +207,8 @@ def _fit(
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"data.seq_len={cfg.data.seq_len}, "
-            f"train.micro_batch_size={cfg.train.micro_batch_size}: out of GPU memory; "
-            "lower them, or set train.activation_checkpointing=true, or train.fsdp=true on more "
-            "GPUs"
+            f"train.micro_batch_size={cfg.train.micro_batch_size}: out of GPU memory; lower them, "
+            "or set train.activation_checkpointing=true, or train.fsdp=true on more GPUs"
         ) from error
 
 
@@ -281,9 +280,8 @@ def _check_memory(cfg: FinetuneConfig, config: PreTrainedConfig, device: torch.d
     if needed > memory:
         raise UserError(
             f"train.fsdp={str(cfg.train.fsdp).lower()}: weights, gradients and optimizer state "
-            f"need "
-            f"{needed / 1e9:.0f} GB per GPU, and it has {memory / 1e9:.0f}; set train.fsdp=true "
-            f"under torchrun on more GPUs"
+            f"need {needed / 1e9:.0f} GB per GPU, and it has {memory / 1e9:.0f}; set "
+            "train.fsdp=true under torchrun on more GPUs"
         )
 
 

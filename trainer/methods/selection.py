@@ -195,8 +195,7 @@ def _check_always(asked: AlwaysRead, recorded: AlwaysRead) -> None:
         if getattr(asked, key) != getattr(recorded, key):
             raise UserError(
                 f"select.{key}={getattr(asked, key)}: the gate was calibrated with "
-                f"{getattr(recorded, key)}; "
-                "select.policy=topk accepts any number"
+                f"{getattr(recorded, key)}; select.policy=topk accepts any number"
             )
 
 

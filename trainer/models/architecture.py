@@ -77,8 +77,7 @@ def pretrained_config(files: ModelFiles) -> "PreTrainedConfig":
     if family not in FAMILIES and isinstance(document.get("text_config"), dict):
         raise UserError(
             f"{files.name}: model_type={family!s:.60} is more than a language model: load it in "
-            f"Python and use "
-            "msattn.attach, which serves its text decoder"
+            "Python and use msattn.attach, which serves its text decoder"
         )
     if family not in FAMILIES:
         raise UserError(

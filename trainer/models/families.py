@@ -400,9 +400,8 @@ def refusal(config: Any) -> str | None:
     if getattr(config, "kv_lora_rank", None):
         return (
             f"model_type={config.model_type!s:.60}: multi-head latent attention "
-            f"(kv_lora_rank={config.kv_lora_rank!s:.20}) "
-            "caches latent vectors; expected a decoder that caches keys, which gates and buckets "
-            "read"
+            f"(kv_lora_rank={config.kv_lora_rank!s:.20}) caches latent vectors; expected a decoder "
+            "that caches keys, which gates and buckets read"
         )
     # "vision": only for images
     if (scope := getattr(config, "use_bidirectional_attention", None)) and scope != "vision":

@@ -266,9 +266,8 @@ def _mask_of_layers(
     if local_size is None or whole:
         if mask_function is not causal_mask_function and not (whole and allow_is_causal_skip):
             raise UserError(
-                "attention_mask: packed sequences, and images whose tokens see each other, are "
-                "not supported; expected one "
-                "left-padded sequence per row, without token_type_ids"
+                "attention_mask: packed sequences, and images whose tokens see each other, are not "
+                "supported; expected one left-padded sequence per row, without token_type_ids"
             )
         return _mask_to_kv_start(**arguments)
     before = _kept[id(config)].implementation

@@ -261,8 +261,7 @@ def _check(
         raise UserError(f"head_mixing={head_mixing!r}: expected 'scores', 'group', None")
     if head_mixing == "scores" and kernel is not None:
         raise UserError(
-            f"head_mixing='scores', kernel={kernel}: these cannot be combined, as each score "
-            f"would need (rows of the kernel) x "
-            "(heads) products; use kernel=None, or head_mixing='group', which can be combined "
-            "with a kernel"
+            f"head_mixing='scores', kernel={kernel}: these cannot be combined, as each score would "
+            "need (rows of the kernel) x (heads) products; use kernel=None, or "
+            "head_mixing='group', which can be combined with a kernel"
         )

@@ -143,8 +143,7 @@ class DecoderHooks(NotCopied):
         if not is_tapped(config):
             raise UserError(
                 f"model: set_attn_implementation({config._attn_implementation!r}) turns sparse "
-                f"attention off; call it outside "
-                "the attached context"
+                "attention off; call it outside the attached context"
             )
         if kwargs.get("output_attentions") or config.output_attentions:
             raise UserError(

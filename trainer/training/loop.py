@@ -258,8 +258,7 @@ def _arguments(
     if train.batch_size % per_pass:
         raise UserError(
             f"train.batch_size={train.batch_size}: expected a multiple of micro_batch_size x "
-            f"processes = "
-            f"{train.least_micro_batch} x {arguments.world_size}"
+            f"processes = {train.least_micro_batch} x {arguments.world_size}"
         )
     return arguments
 

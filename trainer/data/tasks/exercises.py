@@ -35,12 +35,10 @@ _COLOUR_WORDS = (
 )
 _THING_WORDS = (
     "acorn anchor apple arrow badger barrel basket beacon bell bird boat bottle bridge bucket "
-    "candle castle cedar "
-    "chair clock cloud coin compass crown dagger door dragon drum eagle falcon feather fiddle "
-    "flag forest fountain "
-    "fox garden gate glove hammer harbour hawk helmet horse island kettle key ladder lantern leaf "
-    "lion mirror "
-    "mountain oak otter owl pony rabbit raven river ship spoon stone tiger tower wagon willow wolf"
+    "candle castle cedar chair clock cloud coin compass crown dagger door dragon drum eagle falcon "
+    "feather fiddle flag forest fountain fox garden gate glove hammer harbour hawk helmet horse "
+    "island kettle key ladder lantern leaf lion mirror mountain oak otter owl pony rabbit raven "
+    "river ship spoon stone tiger tower wagon willow wolf"
 )
 _COLOURS, _THINGS = _COLOUR_WORDS.split(), _THING_WORDS.split()
 

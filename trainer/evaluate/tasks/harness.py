@@ -101,9 +101,8 @@ def attached_model(loaded: Loaded, advance: Callable[[], None]) -> "HFLM":
                 if new >= self.max_length:
                     raise UserError(
                         f"eval.harness: answers of {request.task_name} have up to {new} tokens, "
-                        f"and the model has positions "
-                        f"for {self.max_length}; extend the context with model.rope_scaling, or "
-                        f"leave the task out"
+                        f"and the model has positions for {self.max_length}; extend the context "
+                        "with model.rope_scaling, or leave the task out"
                     )
             return super().generate_until(requests, disable_tqdm=True)
 

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
 
 INSTALL = "pip install 'msattn[harness]'"
 PARQUET = (
-    f"a task in eval.harness.include_path can read its parquet files (dataset_path: parquet), or "
-    f"the Hub's parquet copy, if "
-    f"there is one (revision: {PARQUET_BRANCH} in dataset_kwargs)"
+    "a task in eval.harness.include_path can read its parquet files (dataset_path: parquet), or "
+    f"the Hub's parquet copy, if there is one (revision: {PARQUET_BRANCH} in dataset_kwargs)"
 )
 BABILONG = "babilong"  # start of the names of tasks that take one length, as text
 

@@ -193,8 +193,7 @@ def encode_questions(
             if room < LEAST_DOCUMENT:
                 raise UserError(
                     f"eval.leval.lengths={length}: {name} has a question of {len(rest)} and an "
-                    f"answer of {len(gold)} tokens, "
-                    "which leave no room for its document"
+                    f"answer of {len(gold)} tokens, which leave no room for its document"
                 )
             document = without_middle(documents[question.document], room)
             letters = [

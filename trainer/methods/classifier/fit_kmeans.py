@@ -107,9 +107,8 @@ def check_memory(
     if needed > free:
         raise UserError(
             f"kmeans.num_prompts={cfg.kmeans.num_prompts}: the keys take {needed / 1e9:.1f} GB of "
-            f"memory, "
-            f"{free / 1e9:.1f} GB are free; lower it or data.seq_len, or sample them with "
-            f"kmeans.points_per_bucket=256"
+            f"memory, {free / 1e9:.1f} GB are free; lower it or data.seq_len, or sample them with "
+            "kmeans.points_per_bucket=256"
         )
 
 

@@ -262,7 +262,6 @@ def routing_warning(metrics: Mapping[str, Any], probes: int | None) -> str | Non
         return None
     return (
         f"the classifiers route worse than their k-means alone: {own:.1%} of the held-out "
-        f"attention mass in {count} buckets, "
-        f"k-means {kmeans:.1%}; train them longer (train.steps) or on more prompts, or route with "
-        f"the kmeans artifact"
+        f"attention mass in {count} buckets, k-means {kmeans:.1%}; train them longer (train.steps) "
+        "or on more prompts, or route with the kmeans artifact"
     )
