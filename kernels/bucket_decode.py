@@ -207,12 +207,12 @@ def launch(
     part_out = q.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
     part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
     _split_bucket_decode_kernel[(splits, kv_heads, batch)](
-        q, k, v, offsets, order, probes, recent_of, kv_start, kv_len, counts, part_max, part_sum,
-        part_out,
+        q, k, v, offsets, order, probes, recent_of, kv_start,
+        kv_len, counts, part_max, part_sum, part_out,
         q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
         *offsets.stride()[:2], *order.stride()[:2], *probes.stride()[:2],
-        group, num_keys, order.shape[2], offsets.shape[2] - 1, probes.shape[2], recent, sink,
-        scale * LOG2_E, unscaled_limit(softcap, scale),
+        group, num_keys, order.shape[2], offsets.shape[2] - 1, probes.shape[2],
+        recent, sink, scale * LOG2_E, unscaled_limit(softcap, scale),
         HEAD=head, BH=max(tile.rows, triton.next_power_of_2(group)), BN=tile.keys, BD=cols,
         BL=max(16, min(MAX_PROBES, triton.next_power_of_2(probes.shape[2]))),
         PRECISION=precision(q.dtype),
@@ -263,11 +263,11 @@ def _distinct(probes: Tensor) -> Tensor:
     ]
 )  # fmt: skip
 def _split_bucket_decode_kernel(
-    q_ptr, k_ptr, v_ptr, offsets_ptr, order_ptr, probes_ptr, recent_of_ptr, kv_start_ptr,
-    kv_len_ptr, counts_ptr, part_max_ptr,
+    q_ptr, k_ptr, v_ptr, offsets_ptr, order_ptr, probes_ptr,
+    recent_of_ptr, kv_start_ptr, kv_len_ptr, counts_ptr, part_max_ptr,
     part_sum_ptr, part_out_ptr,
-    stride_qb, stride_qh, stride_qd, stride_kb, stride_kh, stride_km, stride_kd, stride_vb,
-    stride_vh, stride_vm, stride_vd,
+    stride_qb, stride_qh, stride_qd,
+    stride_kb, stride_kh, stride_km, stride_kd, stride_vb, stride_vh, stride_vm, stride_vd,
     stride_ob, stride_oh, stride_lb, stride_lh, stride_pb, stride_ph,
     group, num_keys, num_listed, num_buckets, num_probes, recent, sink, scale2, limit,
     HEAD: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BL: tl.constexpr,

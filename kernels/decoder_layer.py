@@ -225,8 +225,8 @@ def launch_rotate_and_append(
     rows = min(TOKENS, triton.next_power_of_2(tokens))
     # Without fused multiply-adds, which would round once where eager PyTorch rounds twice in fp32.
     _rotate_and_append_kernel[((q_heads + kv_heads) * triton.cdiv(tokens, rows), batch)](
-        q, k, v, cos, sin, keys, values, on_device, out, q_heads, q_heads + kv_heads, tokens,
-        capacity, start,
+        q, k, v, cos, sin, keys, values, on_device, out,
+        q_heads, q_heads + kv_heads, tokens, capacity, start,
         *q.stride(), *k.stride(), *v.stride(),
         *(stride for x in (cos, sin) for stride in (x.stride(0) if len(x) > 1 else 0,
             *x.stride()[1:])),
@@ -283,8 +283,8 @@ def _rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["blocks", "inner"])
 def _gated_silu_kernel(
-    gate_ptr, up_ptr, out_ptr, cols, blocks, inner, stride_gate_outer, stride_gate_inner,
-    stride_up_outer, stride_up_inner,
+    gate_ptr, up_ptr, out_ptr, cols, blocks, inner,
+    stride_gate_outer, stride_gate_inner, stride_up_outer, stride_up_inner,
     BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
@@ -311,8 +311,8 @@ def _rotate_and_append_kernel(
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_cos_b, stride_cos_n, stride_cos_d, stride_sin_b, stride_sin_n, stride_sin_d,
     stride_keys_b, stride_keys_h, stride_keys_m, stride_keys_d,
-    stride_values_b, stride_values_h, stride_values_m, stride_values_d, stride_out_b, stride_out_h,
-    stride_out_n,
+    stride_values_b, stride_values_h, stride_values_m, stride_values_d,
+    stride_out_b, stride_out_h, stride_out_n,
     HALF: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rotates some tokens of a query head, or rotates keys and copies them and their values to the

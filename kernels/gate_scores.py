@@ -95,10 +95,10 @@ def gate_scores(
     Returns
     -------
     Tensor
-        Probabilities, fp32 (fp64 for fp64 inputs)
-        ``[B, Hg, ceil(N / block), ceil(M / key block)]``. Rows sum to 1, with ``last_queries`` the
-        last one, and with ``last_rows`` those rows, to another number; blocks that are not visible,
-        and rows without visible blocks, are 0. Up to 65,536 columns on the Triton backend.
+        Probabilities ``[B, Hg, ceil(N / block), ceil(M / key block)]``, fp32 (fp64 for fp64
+        inputs). Rows sum to 1, with ``last_queries`` the last one, and with ``last_rows`` those
+        rows, to another number; blocks that are not visible, and rows without visible blocks, are
+        0. Up to 65,536 columns on the Triton backend.
 
     Raises
     ------

@@ -174,10 +174,10 @@ def launch(
     next_tile = torch.zeros(1, dtype=torch.int32, device=q.device)
     _maxpool_attention_kernel[(programs,)](
         tile_view(q, tile.rows), tile_view(k, keys), tile_view(v, keys),
-        out, lse, pooled, scratch, next_tile, kv_start, None if sinks is None else sinks.float(),
-        *out.stride()[:3],
-        tiles, row_tiles, q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks,
-        col_blocks, strips,
+        out, lse, pooled, scratch, next_tile, kv_start,
+        None if sinks is None else sinks.float(), *out.stride()[:3],
+        tiles, row_tiles, q_heads // kv_heads, kv_heads,
+        num_queries, num_keys, row_blocks, col_blocks, strips,
         query_offset(num_queries, num_keys, causal), scale * LOG2_E, unscaled_limit(softcap, scale),
         HEAD=head, COLS=cols, BM=tile.rows, BN=keys, BLOCK=block_size, KEY_BLOCK=key_block_size,
         W=strip, POOL=pool,
@@ -199,11 +199,11 @@ _operator = register_op(
     ]
 )  # fmt: skip
 def _maxpool_attention_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr, pooled_ptr, scratch_ptr, next_tile_ptr, kv_start_ptr,
-    sinks_ptr,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr, pooled_ptr,
+    scratch_ptr, next_tile_ptr, kv_start_ptr, sinks_ptr,
     stride_b, stride_h, stride_n,
-    tiles, row_tiles, group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, strips,
-    offset, scale2, limit,
+    tiles, row_tiles, group, kv_heads, num_queries, num_keys,
+    row_blocks, col_blocks, strips, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, W: tl.constexpr, POOL: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -267,15 +267,17 @@ def _maxpool_attention_kernel(
         stored_lse2 = lse2
         if sinks_ptr is not None:
             stored_lse2 = tl.where(lse2 == float("-inf"), sink2, lse2)  # pyrefly: ignore[unbound-name]
-        store_rows(out_ptr, lse_ptr, out, stored_lse2, b, h, t, first_query, kv_heads * group,
-            num_queries,
-                   stride_b, stride_h, stride_n, HEAD, COLS)  # fmt: skip
+        store_rows(
+            out_ptr, lse_ptr, out, stored_lse2, b, h, t, first_query, kv_heads * group, num_queries,
+            stride_b, stride_h, stride_n, HEAD, COLS,
+        )  # fmt: skip
 
         tl.debug_barrier()  # all strips are stored before they are read
         map_ptr = pooled_ptr + (b * kv_heads * group + h).to(tl.int64) * row_blocks * col_blocks
-        _store_block_map(map_ptr, scratch_ptr, lse2, last, queries, delta, t0 // BLOCK, row_blocks,
-            col_blocks, strips, scale2,
-                         BM, BN, BLOCK, KEY_BLOCK, W, POOL, CAUSAL)  # fmt: skip
+        _store_block_map(
+            map_ptr, scratch_ptr, lse2, last, queries, delta, t0 // BLOCK, row_blocks, col_blocks,
+            strips, scale2, BM, BN, BLOCK, KEY_BLOCK, W, POOL, CAUSAL,
+        )  # fmt: skip
         tl.debug_barrier()  # all strips are read before the next tile overwrites them
         tile = tl.atomic_add(next_tile_ptr, 1)
 
@@ -309,10 +311,10 @@ def _row_sum(sums, STRIPS: tl.constexpr):
 
 @triton.jit
 def _store_block_map(
-    map_ptr, scratch_ptr, lse2, last, queries, delta, first_row_block, row_blocks, col_blocks,
-    strips, scale2,
-    BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr,
-    W: tl.constexpr, POOL: tl.constexpr,
+    map_ptr, scratch_ptr, lse2, last, queries, delta,
+    first_row_block, row_blocks, col_blocks, strips, scale2,
+    BM: tl.constexpr, BN: tl.constexpr, BLOCK: tl.constexpr,
+    KEY_BLOCK: tl.constexpr, W: tl.constexpr, POOL: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Stores the block map of a row tile, ``[BM / BLOCK, Tc]``; NaN for blocks that a NaN row

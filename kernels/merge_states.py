@@ -57,8 +57,8 @@ def launch(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     cols = padded_head(head)
     rows = max(1, 4096 // cols)
     _merge_states_kernel[(triton.cdiv(batch * heads * queries, rows),)](
-        outs, lses, out, lse, *outs.stride(), *lses.stride(), parts, batch * heads * queries, heads,
-        queries,
+        outs, lses, out, lse, *outs.stride(), *lses.stride(),
+        parts, batch * heads * queries, heads, queries,
         HEAD=head, COLS=cols, ROWS=rows,
     )  # fmt: skip
     return out, lse
@@ -76,8 +76,8 @@ _operator = register_op(
 @triton.jit
 def _merge_states_kernel(
     outs_ptr, lses_ptr, out_ptr, lse_ptr,
-    stride_os, stride_ob, stride_oh, stride_on, stride_od, stride_ls, stride_lb, stride_lh,
-    stride_ln,
+    stride_os, stride_ob, stride_oh, stride_on, stride_od,
+    stride_ls, stride_lb, stride_lh, stride_ln,
     parts, num_rows, heads, queries,
     HEAD: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip

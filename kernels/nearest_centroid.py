@@ -165,8 +165,8 @@ def launch_sums(k: Tensor, buckets: Tensor, num_buckets: int) -> tuple[Tensor, T
     )
     counts = torch.empty((splits, batch, heads, num_buckets), dtype=torch.int32, device=k.device)
     _sums_kernel[(triton.cdiv(num_buckets, tile.rows), heads * batch, splits)](
-        k, buckets.contiguous(), sums, counts, *k.stride(), heads, num_keys, num_buckets,
-        steps * tile.keys,
+        k, buckets.contiguous(), sums, counts, *k.stride(),
+        heads, num_keys, num_buckets, steps * tile.keys,
         HEAD=head, BM=tile.keys, BC=tile.rows, BD=cols, PRECISION=precision(k.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -198,8 +198,8 @@ _sums_operator = register_op(
 
 @triton.jit
 def _nearest_kernel(
-    k_ptr, high, low, buckets_ptr, products_ptr, stride_kb, stride_kh, stride_km, stride_kd,
-    num_keys, num_buckets,
+    k_ptr, high, low, buckets_ptr, products_ptr,
+    stride_kb, stride_kh, stride_km, stride_kd, num_keys, num_buckets,
     HEAD: tl.constexpr, FULL: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -254,8 +254,8 @@ def _nearest_kernel(
 
 @triton.jit(do_not_specialize=["heads"])
 def _sums_kernel(
-    k_ptr, buckets_ptr, sums_ptr, counts_ptr, stride_kb, stride_kh, stride_km, stride_kd, heads,
-    num_keys, num_buckets,
+    k_ptr, buckets_ptr, sums_ptr, counts_ptr,
+    stride_kb, stride_kh, stride_km, stride_kd, heads, num_keys, num_buckets,
     split_keys,
     HEAD: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr,

@@ -107,9 +107,9 @@ def probe_buckets(
         )
     if weight_in.dim() != 3 or weight_out.dim() != 3 or heads % max(1, len(weight_in)):
         raise ValueError(
-            f"weight_in.shape={tuple(weight_in.shape)}, "
-            f"weight_out.shape={tuple(weight_out.shape)}: "
-            f"expected [H, D, F] and [H, F, C], H a divisor of q's {heads} heads"
+            f"weight_in.shape={tuple(weight_in.shape)}, weight_out.shape="
+            f"{tuple(weight_out.shape)}: expected [H, D, F] and [H, F, C], H a divisor of q's "
+            f"{heads} heads"
         )
     classifiers, hidden, num_buckets = len(weight_in), weight_in.shape[2], weight_out.shape[2]
     for name, x, shape in (
@@ -182,11 +182,11 @@ _operator = register_op("probe_buckets", launch, reference.probe_buckets, _empty
 
 @triton.jit(do_not_specialize=["heads_each", "rows", "blocks"])
 def _partial_logits_kernel(
-    q_ptr, weight_in_ptr, bias_in_ptr, weight_out_ptr, part_logits_ptr, stride_qb, stride_qh,
-    stride_qd,
+    q_ptr, weight_in_ptr, bias_in_ptr, weight_out_ptr,
+    part_logits_ptr, stride_qb, stride_qh, stride_qd,
     heads_each, rows, hidden, num_buckets, blocks,
-    HEAD: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr, BC: tl.constexpr,
-    BD: tl.constexpr,
+    HEAD: tl.constexpr, STEPS: tl.constexpr, BM: tl.constexpr,
+    BF: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Writes ``part_logits [slices, B, Hq, C]``, without the bias of the second layer."""
@@ -245,8 +245,8 @@ def _partial_logits_kernel(
 
 @triton.jit(do_not_specialize=["slices", "group", "heads_each", "probes", "threshold"])
 def _select_kernel(
-    part_logits_ptr, bias_out_ptr, sizes_ptr, selected_ptr, slices, group, heads_each, num_buckets,
-    probes, threshold,
+    part_logits_ptr, bias_out_ptr, sizes_ptr, selected_ptr,
+    slices, group, heads_each, num_buckets, probes, threshold,
     BG: tl.constexpr, BP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Selects the ``probes`` best buckets of one query group, with ``sizes`` those of them that

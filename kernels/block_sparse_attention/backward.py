@@ -130,13 +130,13 @@ def launch(
     ]
 )
 def _dq_kernel(
-    q_desc, k_desc, v_desc, out_desc, dout_desc, lse_ptr, dlse_ptr, dq_ptr, stats_ptr, lists_ptr,
-    lengths_ptr, kv_start_ptr,
+    q_desc, k_desc, v_desc, out_desc, dout_desc, lse_ptr, dlse_ptr,
+    dq_ptr, stats_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_b, stride_h, stride_n, stride_stats,
-    group, kv_heads, num_queries, num_keys, row_blocks, list_batch, list_heads, entries, offset,
-    scale2, limit,
-    HEAD: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    group, kv_heads, num_queries, num_keys, row_blocks,
+    list_batch, list_heads, entries, offset, scale2, limit,
+    HEAD: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Heads of a group are adjacent for L2 reuse; the longest rows come first.
@@ -172,14 +172,16 @@ def _dq_kernel(
     PARTS: tl.constexpr = KEYS // BN
     for n in tl.range(0, full * PARTS):  # type: ignore[misc]
         u0 = tl.load(list_ptr + n // PARTS).to(tl.int32) * KEYS + n % PARTS * BN
-        dq = _dq_step(dq, q, dout, lse2, row_delta, k_desc, v_desc, b, kv_head, first_key, u0, t,
-            keys, delta, scale2, limit,
-                      BN, COLS, False, CAUSAL, PRECISION)  # fmt: skip
+        dq = _dq_step(
+            dq, q, dout, lse2, row_delta, k_desc, v_desc, b, kv_head, first_key, u0, t,
+            keys, delta, scale2, limit, BN, COLS, False, CAUSAL, PRECISION,
+        )  # fmt: skip
     for n in tl.range(full * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
         u0 = tl.load(list_ptr + n // PARTS).to(tl.int32) * KEYS + n % PARTS * BN
-        dq = _dq_step(dq, q, dout, lse2, row_delta, k_desc, v_desc, b, kv_head, first_key, u0, t,
-            keys, delta, scale2, limit,
-                      BN, COLS, True, CAUSAL, PRECISION)  # fmt: skip
+        dq = _dq_step(
+            dq, q, dout, lse2, row_delta, k_desc, v_desc, b, kv_head, first_key, u0, t,
+            keys, delta, scale2, limit, BN, COLS, True, CAUSAL, PRECISION,
+        )  # fmt: skip
     store_tile(
         dq_ptr,
         dq * (scale2 * LN_2),
@@ -198,8 +200,8 @@ def _dq_kernel(
 
 @triton.jit
 def _dq_step(
-    dq, q, dout, lse2, row_delta, k_desc, v_desc, b, kv_head, first_key, u0, t, keys, delta, scale2,
-    limit,
+    dq, q, dout, lse2, row_delta, k_desc, v_desc, b,
+    kv_head, first_key, u0, t, keys, delta, scale2, limit,
     BN: tl.constexpr, COLS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -217,12 +219,12 @@ def _dq_step(
 
 @triton.jit(do_not_specialize=["kv_heads", "col_blocks", "list_batch"])
 def _dkv_kernel(
-    q_desc, k_desc, v_desc, dout_desc, stats_desc, dk_ptr, dv_ptr, lists_ptr, lengths_ptr,
-    kv_start_ptr,
+    q_desc, k_desc, v_desc, dout_desc, stats_desc,
+    dk_ptr, dv_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     kv_heads, num_queries, num_keys, col_blocks, list_batch, entries, offset, scale2, limit,
-    HEAD: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    GROUP: tl.constexpr,
+    HEAD: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, GROUP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -259,15 +261,17 @@ def _dkv_kernel(
     for n in tl.range(0, full * PARTS):  # type: ignore[misc]
         entry = tl.load(list_ptr - n // PARTS).to(tl.int32)
         h, t0 = kv_head * GROUP + entry % GROUP, entry // GROUP * ROWS + n % PARTS * BM
-        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0,
-            u, delta, scale2, limit,
-                          BM, COLS, False, PRECISION)  # fmt: skip
+        dk, dv = dkv_step(
+            dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0,
+            u, delta, scale2, limit, BM, COLS, False, PRECISION,
+        )  # fmt: skip
     for n in tl.range(full * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
         entry = tl.load(list_ptr - n // PARTS).to(tl.int32)
         h, t0 = kv_head * GROUP + entry % GROUP, entry // GROUP * ROWS + n % PARTS * BM
-        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0,
-            u, delta, scale2, limit,
-                          BM, COLS, CAUSAL, PRECISION)  # fmt: skip
+        dk, dv = dkv_step(
+            dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0,
+            u, delta, scale2, limit, BM, COLS, CAUSAL, PRECISION,
+        )  # fmt: skip
     store_tile(
         dk_ptr,
         dk * (scale2 * LN_2),

@@ -168,8 +168,8 @@ def launch(
         _block_sparse_attention_kernel[(batch * q_heads * row_blocks,)](
             tile_view(q, rows), *views, out, lse, lists, lengths, kv_start,
             *strides, *out.stride()[:3],
-            q_heads // kv_heads, kv_heads, num_queries, num_keys, first_block, row_blocks,
-            list_batch, list_heads, entries,
+            q_heads // kv_heads, kv_heads, num_queries, num_keys,
+            first_block, row_blocks, list_batch, list_heads, entries,
             offset, scale * LOG2_E, unscaled_limit(softcap, scale),
             HEAD=head, COLS=cols, BM=rows, BN=keys, KEYS=key_block_size,
             STRIDE_K=steps[0], STRIDE_V=steps[1], CAUSAL=causal, PRECISION=precision(q.dtype),

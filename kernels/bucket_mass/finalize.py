@@ -67,8 +67,8 @@ def from_log_fixed(encoded, exponent):
 @triton.jit(do_not_specialize=["group", "num_queries", "num_packed", "num_splits", "min_distance"])
 def top_key_kernel(
     q_ptr, keys_ptr, indices_ptr, q_pos_ptr, k_pos_ptr, part_score_ptr, part_place_ptr, top_key_ptr,
-    stride_qb, stride_qh, stride_qn, stride_qd, group, num_queries, num_packed, num_splits,
-    min_distance,
+    stride_qb, stride_qh, stride_qn, stride_qd, group,
+    num_queries, num_packed, num_splits, min_distance,
     HEAD: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
     PLACES: tl.constexpr,
 ):  # fmt: skip
@@ -133,8 +133,8 @@ def top_key_kernel(
 
 @triton.jit(do_not_specialize=["rows", "num_buckets", "num_segments", "num_splits"])
 def normalize_kernel(
-    sums_ptr, references_ptr, part_lse_ptr, first_ptr, continued_ptr, mass_ptr, lse_ptr, rows,
-    num_buckets, num_segments,
+    sums_ptr, references_ptr, part_lse_ptr, first_ptr, continued_ptr,
+    mass_ptr, lse_ptr, rows, num_buckets, num_segments,
     num_splits,
     BM: tl.constexpr, BC: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip

@@ -200,8 +200,8 @@ def launch(
         PLACES=tile.keys // 4,
     )  # fmt: skip
     normalize_kernel[(triton.cdiv(rows, 32), triton.cdiv(num_buckets, 64), batch * kv_heads)](
-        sums, references, part_lse, packed.first, packed.continued, mass, lse, rows, num_buckets,
-        segments, splits,
+        sums, references, part_lse, packed.first, packed.continued,
+        mass, lse, rows, num_buckets, segments, splits,
         BM=32, BC=64, BL=32,
     )  # fmt: skip
     return mass, lse, top_key
@@ -253,14 +253,14 @@ def _positions(
     ]
 )
 def _mass_kernel(
-    q_ptr, keys_desc, indices_ptr, out_rows_ptr, copies_ptr, first_ptr, q_pos_ptr, k_pos_ptr,
-    sums_ptr, references_ptr,
+    q_ptr, keys_desc, indices_ptr, out_rows_ptr, copies_ptr,
+    first_ptr, q_pos_ptr, k_pos_ptr, sums_ptr, references_ptr,
     part_lse_ptr, part_score_ptr, part_place_ptr,
     stride_qb, stride_qh, stride_qn, stride_qd,
     group, num_queries, num_buckets, num_tiles, num_splits, min_distance, scale2, limit,
     HEAD: tl.constexpr, CAUSAL: tl.constexpr, FAR: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, GROUP_SIZE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    GROUP_SIZE: tl.constexpr, PRECISION: tl.constexpr,
     ROW_WARPS: tl.constexpr, Q_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     """Writes the bucket sums and the row statistics of one split of the keys.

@@ -135,8 +135,8 @@ def _first_kernel(begin_ptr, first_ptr, num_buckets, GROUP_SIZE: tl.constexpr, B
 
 @triton.jit(do_not_specialize=["num_keys", "num_buckets", "steps", "num_splits"])
 def _pack_kernel(
-    k_ptr, order_ptr, begin_ptr, first_ptr, keys_ptr, indices_ptr, out_rows_ptr, copies_ptr,
-    continued_ptr,
+    k_ptr, order_ptr, begin_ptr, first_ptr, keys_ptr,
+    indices_ptr, out_rows_ptr, copies_ptr, continued_ptr,
     stride_kb, stride_kh, stride_km, stride_kd, num_keys, num_buckets, steps, num_splits,
     HEAD: tl.constexpr, GROUP_SIZE: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip

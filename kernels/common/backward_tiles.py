@@ -37,8 +37,8 @@ def row_stats_view(row_stats: Tensor, num_queries: int, rows: int):
 
 @triton.jit
 def load_query_rows(
-    q_desc, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr, b, h, q_heads, t0, first_query,
-    queries, num_queries,
+    q_desc, out_desc, dout_desc, lse_ptr, dlse_ptr, stats_ptr,
+    b, h, q_heads, t0, first_query, queries, num_queries,
     stride_stats,
     BM: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -82,8 +82,8 @@ def dq_step(dq, s, slope, dout, k, v, lse2, row_delta, scale2, PRECISION: tl.con
 
 @triton.jit
 def dkv_step(
-    dk, dv, k, v, bias, q_desc, dout_desc, stats_desc, b, h, first_query, t0, u, delta, scale2,
-    limit,
+    dk, dv, k, v, bias, q_desc, dout_desc, stats_desc,
+    b, h, first_query, t0, u, delta, scale2, limit,
     BM: tl.constexpr, COLS: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Accumulates the contribution of BM queries to dK and dV of a key tile.

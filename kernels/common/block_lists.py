@@ -156,8 +156,8 @@ def _compact(
     )
     lengths = torch.empty((batch, heads, blocks, 2), dtype=torch.int32, device=mask.device)
     _compact_kernel[(blocks, heads, batch)](
-        mask if bits else mask.view(torch.uint8), lists, lengths, kv_start, cu_queries, kv_len,
-        *mask.stride(),
+        mask if bits else mask.view(torch.uint8), lists,
+        lengths, kv_start, cu_queries, kv_len, *mask.stride(),
         num_queries, num_keys, entries, offset, first_block,
         GROUP=group, CHUNK=min(1024, triton.next_power_of_2(candidates * group)),
         WORD=WORD if bits else 1, **constants,

@@ -51,8 +51,8 @@ def _block_masses_kernel(
     q_ptr, k_ptr, sums_ptr, maxima_ptr, totals_ptr, kv_start_ptr,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
     group, queries, keys, scale2, limit,
-    HEAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    HEAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile, h, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -62,11 +62,11 @@ def launch(
 @triton.jit(do_not_specialize=["stride_start", "heads", "blocks", "tokens", "single"])
 def _pool_blocks_kernel(
     x_ptr, rotated_ptr, pooled_ptr, start_ptr,
-    stride_b, stride_h, stride_n, stride_d, stride_rb, stride_rh, stride_rn, stride_rd,
-    stride_start,
+    stride_b, stride_h, stride_n, stride_d,
+    stride_rb, stride_rh, stride_rn, stride_rd, stride_start,
     heads, blocks, tokens, single,
-    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    NUM_POOLINGS: tl.constexpr,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, NUM_POOLINGS: tl.constexpr,
     AVG: tl.constexpr, MAX: tl.constexpr, MIN: tl.constexpr,
 ):  # fmt: skip
     """Pools a block. ``AVG``, ``MAX``, ``MIN``: index among the poolings, or None."""

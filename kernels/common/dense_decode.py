@@ -20,8 +20,7 @@ Decoding is memory-bound: N * group rows need 4 * N * group * D FLOPs for the 4 
 key/value head's group are therefore packed into the rows of one tile, which reads keys and values
 once: 2 * M * D * Hkv numbers in total, the minimum for exact attention. `global` reads the keys
 twice (50 % more bytes) and saves exp(m_s - m) for the N * group rows of each split. The results of
-the splits add
-D + 2 fp32 numbers per row and split.
+the splits add D + 2 fp32 numbers per row and split.
 
 Whole tiles are loaded through tensor descriptors if the rows of keys and values are aligned,
 because few long requests come closer to the peak memory bandwidth than many short ones. The last,
@@ -31,10 +30,9 @@ The keys may be in pages. Descriptors then load tiles of a page, if pages are a 
 tile.
 
 Tiles: BM rows (row r = query r % N of the group's head r // N), BN keys, BD head size. Layouts:
-part_max, part_sum ``[B, Hkv,
-G * N, S]``, in base 2 and not normalized; part_out ``[B, Hkv, G * N, S, D]``. For a single split,
-part_sum and part_out are the result itself. Grid: (split, block of rows), key/value head, sequence;
-then the merge kernel.
+part_max, part_sum ``[B, Hkv, G * N, S]``, in base 2 and not normalized; part_out
+``[B, Hkv, G * N, S, D]``. For a single split, part_sum and part_out are the result itself. Grid:
+(split, block of rows), key/value head, sequence; then the merge kernel.
 """
 
 import math
@@ -118,12 +116,12 @@ def launch(
         window = window if score_mod.window is None else score_mod.window
     for step in ("max", "sum") if variant == "global" else ("partial",):
         _split_dense_decode_kernel[(splits * row_blocks, kv_heads, batch)](
-            q, k, v, *views, part_max, part_sum, part_out, kv_start, kv_len, table, *scales,
-            mod_arguments,
+            q, k, v, *views, part_max, part_sum, part_out,
+            kv_start, kv_len, table, *scales, mod_arguments,
             *q.stride(), *k.stride(), *v.stride(), 0 if table is None else table.stride(0),
             *map(head_stride, scales),
-            q_heads // kv_heads, num_queries, num_keys, row_blocks, window, scale,
-            LOG2_E if score_mod else scale * LOG2_E,
+            q_heads // kv_heads, num_queries, num_keys, row_blocks,
+            window, scale, LOG2_E if score_mod else scale * LOG2_E,
             STEP=step, SINGLE=splits == 1, MOD=kernel, CAUSAL=causal, PAGE=page_size,
             HEAD=head, BM=tile.rows, BN=tile.keys, BD=cols, PRECISION=precision(q.dtype),
             # without V, the same bytes in flight
@@ -184,8 +182,8 @@ def _split_dense_decode_kernel(
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_km, stride_kd,
     stride_vb, stride_vh, stride_vm, stride_vd, stride_tb, stride_k_scale, stride_v_scale,
     group, num_queries, num_keys, row_blocks, window, scale, scale2,
-    STEP: tl.constexpr, SINGLE: tl.constexpr, MOD: tl.constexpr, CAUSAL: tl.constexpr,
-    PAGE: tl.constexpr,
+    STEP: tl.constexpr, SINGLE: tl.constexpr,
+    MOD: tl.constexpr, CAUSAL: tl.constexpr, PAGE: tl.constexpr,
     HEAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip

@@ -60,8 +60,8 @@ def _check_projection(gate: Gate, q_pools: int, blocks: int) -> None:
     if heads < 1 or q.shape[1] % heads or heads % kv_heads or hidden < 2 or hidden % 2:
         raise ValueError(
             f"query_weight.shape={tuple(query_weight.shape)}: expected [gate heads, hidden, "
-            f"pooled]: gate heads a divisor of"
-            f" {q.shape[1]} query heads and a multiple of {kv_heads} key/value heads, hidden even"
+            f"pooled]: gate heads a divisor of {q.shape[1]} query heads and a multiple of "
+            f"{kv_heads} key/value heads, hidden even"
         )
     if pooled_k.dtype != dtype or pooled_k.device != q.device:
         raise ValueError(

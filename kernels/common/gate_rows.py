@@ -158,10 +158,10 @@ def _project(gate: Gate) -> tuple[Vectors, Vectors]:
     )
     tiles = triton.cdiv(q_rows, ROWS) + triton.cdiv(cols, ROWS)
     _project_kernel[(heads, tiles, batch)](
-        pooled_q, pooled_k, gate.query_weight, gate.key_weight, gate.inv_freq, gate.kv_start,
-        *queries, *keys,
-        q_heads, pooled_k.shape[1], num_queries, num_keys, offset, rows, q_rows, cols,
-        hidden**-0.5 * LOG2_E, gate.mean_weight * LOG2_E,
+        pooled_q, pooled_k,
+        gate.query_weight, gate.key_weight, gate.inv_freq, gate.kv_start, *queries, *keys,
+        q_heads, pooled_k.shape[1], num_queries, num_keys, offset, rows,
+        q_rows, cols, hidden**-0.5 * LOG2_E, gate.mean_weight * LOG2_E,
         MEANS=means, Q_WIDTH=len(gate.q_pool.split(",")) * head, K_WIDTH=k_width,
         PARTS=q_heads // heads, HIDDEN=hidden, PAIRS=padded_head(hidden // 2),
         COLS=padded_head(head), BLOCK=gate.block_size, KEY_BLOCK=gate.key_block_size,
@@ -287,8 +287,8 @@ def _project_kernel(
 
 @triton.jit
 def _project_rows(
-    pooled_ptr, weight_ptr, inv_freq_ptr, pairs_ptr, factors_ptr, head, h, t, position, rows, scale,
-    mean_scale,
+    pooled_ptr, weight_ptr, inv_freq_ptr, pairs_ptr,
+    factors_ptr, head, h, t, position, rows, scale, mean_scale,
     WIDTH: tl.constexpr, MEANS: tl.constexpr, PARTS: tl.constexpr, HIDDEN: tl.constexpr,
     PAIRS: tl.constexpr, COLS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -419,10 +419,10 @@ def _logits_kernel(
 )  # fmt: skip
 def _rows_kernel(
     logits_ptr, out_ptr, columns_ptr, last_rows_ptr, whole_ptr, kv_start_ptr,
-    counts_ptr, local_ptr, stride_counts, stride_local, sink, threshold, exponent, edge_exponent,
-    above,
-    first_row, count, width, single, num_queries, num_keys, offset, rows, cols, out_width,
-    last_rows, stride_whole,
+    counts_ptr, local_ptr, stride_counts, stride_local,
+    sink, threshold, exponent, edge_exponent, above,
+    first_row, count, width, single, num_queries, num_keys,
+    offset, rows, cols, out_width, last_rows, stride_whole,
     COLS: tl.constexpr, BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     """Computes the probabilities of a row from its logits, and stores them or the bits of the

@@ -237,8 +237,8 @@ def softmax_finalize(m, l, acc, exists):
 
 @triton.jit
 def store_rows(
-    out_ptr, lse_ptr, out, lse2, b, h, t, first_query, q_heads, num_queries, stride_b, stride_h,
-    stride_n,
+    out_ptr, lse_ptr, out, lse2, b, h, t, first_query,
+    q_heads, num_queries, stride_b, stride_h, stride_n,
     HEAD: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Stores the rows ``t`` of a sequence and their LSEs; see :func:`store_tile`."""

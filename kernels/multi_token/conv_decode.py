@@ -172,8 +172,8 @@ def launch(
     part_out = q_window.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
     part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
     _split_conv_decode_kernel[(splits * head_blocks, kv_heads, batch)](
-        q_window, k, v, weight.contiguous(), kv_start, kv_len, part_max, part_sum, part_out,
-        *q_window.stride(), *k.stride(), *v.stride(),
+        q_window, k, v, weight.contiguous(), kv_start, kv_len, part_max,
+        part_sum, part_out, *q_window.stride(), *k.stride(), *v.stride(),
         group, head_blocks, num_keys, key_taps_before(weight), scale * LOG2_E,
         HEAD=head, WINDOW=window, TAPS=taps, BA=max(4, triton.next_power_of_2(window)),
         BC=taps_width, BW=STREAMS, BD=cols, PRECISION=PRECISION,
@@ -201,13 +201,13 @@ _operator = register_op(
 
 @triton.jit(do_not_specialize=["group", "head_blocks", "num_keys", "before"])
 def _split_conv_decode_kernel(
-    q_ptr, k_ptr, v_ptr, weight_ptr, kv_start_ptr, kv_len_ptr, part_max_ptr, part_sum_ptr,
-    part_out_ptr,
+    q_ptr, k_ptr, v_ptr, weight_ptr, kv_start_ptr,
+    kv_len_ptr, part_max_ptr, part_sum_ptr, part_out_ptr,
     stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_km, stride_kd,
     stride_vb, stride_vh, stride_vm, stride_vd,
     group, head_blocks, num_keys, before, scale2,
-    HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BA: tl.constexpr,
-    BC: tl.constexpr, BW: tl.constexpr,
+    HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr,
+    BA: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
     BD: tl.constexpr, PRECISION: tl.constexpr, KEY_MASK: tl.constexpr, STREAMED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -260,8 +260,8 @@ def _split_conv_decode_kernel(
 def _stream_keys(
     q_ptr, k_ptr, v_ptr, weight_ptr, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
     group, head_block, before, start, tail, split, num_splits, scale2,
-    HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BC: tl.constexpr,
-    BW: tl.constexpr, BD: tl.constexpr,
+    HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr,
+    BC: tl.constexpr, BW: tl.constexpr, BD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Processes a split of the results before ``tail``, in BW streams."""
@@ -356,8 +356,8 @@ def _weighted_queries(
 def _tail_keys(
     q_ptr, k_ptr, v_ptr, weight_ptr, stride_qh, stride_qn, stride_qd, stride_km, stride_vm,
     group, head_block, before, start, end, oldest, tail, scale2,
-    HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr, BA: tl.constexpr,
-    BD: tl.constexpr, PRECISION: tl.constexpr,
+    HEAD: tl.constexpr, WINDOW: tl.constexpr, TAPS: tl.constexpr,
+    BA: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr,
     KEY_MASK: tl.constexpr,
 ):  # fmt: skip
     """Processes the results from ``tail`` on by one product per tap.

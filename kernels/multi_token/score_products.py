@@ -122,8 +122,8 @@ def matmul_accumulate_transposed(
     tile = tuned_tile("score_products", x)
     _matmul_transposed_kernel[(triton.cdiv(num_keys, tile.rows), total, batch)](
         tile_view(matrix, tile.keys, tile.rows), tile_view(x, tile.keys), out, rows.kv_start,
-        terms, matrix.shape[1] * terms // total, x.shape[2], num_keys, rows.begin, rows.end,
-        rows.offset,
+        terms, matrix.shape[1] * terms // total, x.shape[2],
+        num_keys, rows.begin, rows.end, rows.offset,
         HEAD=head, COLS=padded_head(head), BM=tile.keys, BN=tile.rows,
         CAUSAL=rows.causal, PRECISION=precision(x.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -132,8 +132,8 @@ def matmul_accumulate_transposed(
 
 @triton.jit(do_not_specialize=["terms", "group", "begin", "end"])
 def _matmul_transposed_kernel(
-    matrix_desc, x_desc, out_ptr, kv_start_ptr, terms, group, num_queries, num_keys, begin, end,
-    offset,
+    matrix_desc, x_desc, out_ptr, kv_start_ptr, terms,
+    group, num_queries, num_keys, begin, end, offset,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -164,8 +164,8 @@ def matmul_accumulate(matrix: Tensor, y: Tensor, out: Tensor, rows: Rows, terms:
     first = max(rows.begin - (terms - 1), 0)
     _matmul_kernel[(triton.cdiv(rows.end - first, tile.rows), heads, batch)](
         tile_view(matrix, tile.rows, tile.keys), tile_view(y, tile.keys), out, rows.kv_start,
-        terms, heads * terms // y.shape[1], num_queries, num_keys, first, rows.begin, rows.end,
-        rows.offset,
+        terms, heads * terms // y.shape[1], num_queries,
+        num_keys, first, rows.begin, rows.end, rows.offset,
         HEAD=head, COLS=padded_head(head), BM=tile.rows, BN=tile.keys,
         CAUSAL=rows.causal, PRECISION=precision(y.dtype),
         num_warps=tile.warps, num_stages=tile.stages,
@@ -174,8 +174,8 @@ def matmul_accumulate(matrix: Tensor, y: Tensor, out: Tensor, rows: Rows, terms:
 
 @triton.jit(do_not_specialize=["terms", "group", "first", "begin", "end"])
 def _matmul_kernel(
-    matrix_desc, y_desc, out_ptr, kv_start_ptr, terms, group, num_queries, num_keys, first, begin,
-    end, offset,
+    matrix_desc, y_desc, out_ptr, kv_start_ptr, terms,
+    group, num_queries, num_keys, first, begin, end, offset,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

@@ -106,8 +106,8 @@ def launch(
     _dq_kernel[(batch * q_heads * zoom.shape[2] * (block_size // rows),)](
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys), tile_view(out, rows),
         tile_view(dout, rows),
-        means, lse, dlse, dq, row_stats, lists, counts, kv_start, *dq.stride()[:3],
-        row_stats.stride(2),
+        means, lse, dlse, dq, row_stats, lists, counts,
+        kv_start, *dq.stride()[:3], row_stats.stride(2),
         group, *sizes, *lists.shape[:2], offset, scale * LOG2_E, limit,
         BM=rows, BN=keys, BP=tile.keys, **constants, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -141,10 +141,10 @@ def _dq_kernel(
     q_desc, k_desc, v_desc, out_desc, dout_desc, means_ptr,
     lse_ptr, dlse_ptr, dq_ptr, stats_ptr, lists_ptr, counts_ptr, kv_start_ptr,
     stride_b, stride_h, stride_n, stride_stats,
-    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset,
-    scale2, limit,
-    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BP: tl.constexpr,
+    group, kv_heads, num_queries, num_keys, row_blocks,
+    col_blocks, list_batch, list_heads, offset, scale2, limit,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Heads of a group are adjacent for L2 reuse; the longest rows come first.
@@ -225,12 +225,12 @@ def _dq_kernel(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _dkv_kernel(
-    q_desc, k_desc, v_desc, dout_desc, stats_desc, dmeans_ptr, dk_ptr, dv_ptr, lists_ptr,
-    lengths_ptr, kv_start_ptr,
+    q_desc, k_desc, v_desc, dout_desc, stats_desc, dmeans_ptr,
+    dk_ptr, dv_ptr, lists_ptr, lengths_ptr, kv_start_ptr,
     stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
     kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, offset, scale2, limit,
-    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -280,9 +280,10 @@ def _dkv_kernel(
             kv_head * GROUP + (entry >> 8) % GROUP,
             (entry >> 8) // GROUP * BLOCK + n % PARTS * BM,
         )
-        dk, dv = dkv_step(dk, dv, k, v, bias, q_desc, dout_desc, stats_desc, b, h, first_query, t0,
-            u, delta, scale2, limit,
-                          BM, COLS, False, PRECISION)  # fmt: skip
+        dk, dv = dkv_step(
+            dk, dv, k, v, bias, q_desc, dout_desc, stats_desc, b, h, first_query, t0,
+            u, delta, scale2, limit, BM, COLS, False, PRECISION,
+        )  # fmt: skip
     # The remaining row blocks are on the diagonal, where no block is pooled.
     for n in tl.range(full * PARTS, all_blocks * PARTS, num_stages=1):  # type: ignore[misc]
         entry = tl.load(list_ptr - n // PARTS)
@@ -290,9 +291,10 @@ def _dkv_kernel(
             kv_head * GROUP + (entry >> 8) % GROUP,
             (entry >> 8) // GROUP * BLOCK + n % PARTS * BM,
         )
-        dk, dv = dkv_step(dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0,
-            u, delta, scale2, limit,
-                          BM, COLS, CAUSAL, PRECISION)  # fmt: skip
+        dk, dv = dkv_step(
+            dk, dv, k, v, None, q_desc, dout_desc, stats_desc, b, h, first_query, t0,
+            u, delta, scale2, limit, BM, COLS, CAUSAL, PRECISION,
+        )  # fmt: skip
     dk *= scale2 * LN_2
 
     dmeans_ptr = head_means(dmeans_ptr, b, kv_head, kv_heads, col_blocks, HEAD, BLOCK)

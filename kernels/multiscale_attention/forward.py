@@ -13,10 +13,9 @@ one lists the blocks of each row block by zoom (:mod:`msattn.kernels.multiscale_
 In the main kernel a program owns one row block. It processes pooled blocks first, in tiles of BP
 means. A tile may span several blocks of the list and zooms, so that only the last tile is partial;
 each column locates its mean through the list. A tile with a single zoom has one bias for all
-columns.
-Blocks of zoom 1 follow, as in block_sparse_attention. If a share f_z of the blocks is read at zoom
-z, the cost is ``sum_z f_z / z`` of the FLOPs and loads of dense attention, plus writing 7/8 of K
-and V once more.
+columns. Blocks of zoom 1 follow, as in block_sparse_attention. If a share f_z of the blocks is read
+at zoom z, the cost is ``sum_z f_z / z`` of the FLOPs and loads of dense attention, plus writing 7/8
+of K and V once more.
 
 These alternatives cost more: tiles of one block, which have only 8 tokens at zoom 8 and leave
 tensor cores idle; tiles of one zoom, where each of three zooms has a partial tile; blocks in key
@@ -172,10 +171,10 @@ def launch(
     lse = q.new_empty((batch, q_heads, num_queries), dtype=torch.float32)
     _multiscale_attention_kernel[(batch * q_heads * row_blocks,)](
         tile_view(q, rows), tile_view(k, keys), tile_view(v, keys),
-        pool_means(k, v, kv_start, block_size), out, lse, lists, counts, kv_start,
-        *out.stride()[:3],
-        q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, col_blocks,
-        *lists.shape[:2],
+        pool_means(k, v, kv_start, block_size), out,
+        lse, lists, counts, kv_start, *out.stride()[:3],
+        q_heads // kv_heads, kv_heads, num_queries,
+        num_keys, row_blocks, col_blocks, *lists.shape[:2],
         query_offset(num_queries, num_keys, causal), scale * LOG2_E, unscaled_limit(softcap, scale),
         HEAD=head, COLS=cols, BM=rows, BN=keys, BP=tile.keys,
         CAUSAL=causal, PRECISION=precision(q.dtype),
@@ -199,10 +198,10 @@ _operator, _backward_operator = register_attention(
     do_not_specialize=["group", "kv_heads", "row_blocks", "col_blocks", "list_batch", "list_heads"]
 )
 def _multiscale_attention_kernel(
-    q_desc, k_desc, v_desc, means_ptr, out_ptr, lse_ptr, lists_ptr, counts_ptr, kv_start_ptr,
-    stride_b, stride_h, stride_n,
-    group, kv_heads, num_queries, num_keys, row_blocks, col_blocks, list_batch, list_heads, offset,
-    scale2, limit,
+    q_desc, k_desc, v_desc, means_ptr, out_ptr, lse_ptr, lists_ptr,
+    counts_ptr, kv_start_ptr, stride_b, stride_h, stride_n,
+    group, kv_heads, num_queries, num_keys, row_blocks,
+    col_blocks, list_batch, list_heads, offset, scale2, limit,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

@@ -209,12 +209,12 @@ def launch(
     out = torch.zeros_like(q)
     lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
     _paged_block_sparse_attention_kernel[(batch * q_heads * row_blocks,)](
-        q, k, v, k_desc, v_desc, out, lse, table, cu_queries, kv_len, k_scale, v_scale, lists,
-        lengths,
+        q, k, v, k_desc, v_desc, out, lse, table,
+        cu_queries, kv_len, k_scale, v_scale, lists, lengths,
         *q.stride(), k.stride(2), v.stride(2), *out.stride(), table.stride(0),
         head_stride(k_scale), head_stride(v_scale),
-        q_heads // kv_heads, kv_heads, num_queries, num_keys, row_blocks, batch, list_heads,
-        entries,
+        q_heads // kv_heads, kv_heads, num_queries,
+        num_keys, row_blocks, batch, list_heads, entries,
         scale * LOG2_E, unscaled_limit(softcap, scale),
         HEAD=head, COLS=cols, BM=block_size, BN=keys, KEYS=key_block_size, PAGE=page_size,
         STRIDES_K=k.stride()[:2], STRIDES_V=v.stride()[:2],
@@ -245,8 +245,8 @@ def _paged_block_sparse_attention_kernel(
     stride_qt, stride_qh, stride_qd, stride_kh, stride_vh,
     stride_ot, stride_oh, stride_od, stride_tb, stride_k_scale, stride_v_scale,
     group, kv_heads, num_queries, num_keys, row_blocks, batch, list_heads, entries, scale2, limit,
-    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, KEYS: tl.constexpr,
-    PAGE: tl.constexpr,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
     STRIDES_K: tl.constexpr, STRIDES_V: tl.constexpr, RUN: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip

@@ -186,13 +186,13 @@ def launch(
     part_out = q.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
     part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
     _split_paged_bucket_decode_kernel[(splits, kv_heads, batch)](
-        q, k, v, table, kv_len, k_scale, v_scale, buckets, probes, recent_of, counts, words, slots,
-        part_max, part_sum, part_out,
-        q.stride(0), q.stride(1), q.stride(3), *k.stride()[:3], *v.stride()[:3], table.stride(0),
-        head_stride(k_scale), head_stride(v_scale),
+        q, k, v, table, kv_len, k_scale, v_scale, buckets, probes,
+        recent_of, counts, words, slots, part_max, part_sum, part_out,
+        q.stride(0), q.stride(1), q.stride(3), *k.stride()[:3], *v.stride()[:3],
+        table.stride(0), head_stride(k_scale), head_stride(v_scale),
         *buckets.stride(), *probes.stride()[:2],
-        group, capacity, probes.shape[2], num_words, listed, recent, sink, scale * LOG2_E,
-        unscaled_limit(softcap, scale),
+        group, capacity, probes.shape[2], num_words, listed, recent,
+        sink, scale * LOG2_E, unscaled_limit(softcap, scale),
         PAGE=page_size, HEAD=head, BH=max(tile.rows, triton.next_power_of_2(group)), BN=tile.keys,
         BD=cols,
         BS=SCAN, PRECISION=precision(q.dtype),

@@ -117,8 +117,8 @@ def launch(
     table = table if table.stride(1) == 1 else table.contiguous()
     capacity = table.shape[1] * page_size
     _count_kernel[(triton.cdiv(capacity, SPAN), kv_heads, batch)](
-        buckets, table, kv_len, counted, sizes, *buckets.stride(), table.stride(0), capacity,
-        num_buckets,
+        buckets, table, kv_len, counted, sizes,
+        *buckets.stride(), table.stride(0), capacity, num_buckets,
         PAGE=page_size, SPAN=SPAN, BINS=min(MAX_BINS, triton.next_power_of_2(num_buckets)), FEW=FEW,
         num_warps=8,
     )  # fmt: skip
@@ -135,8 +135,8 @@ _operator = register_op(
 
 @triton.jit(do_not_specialize=["stride_t", "capacity", "num_buckets"])
 def _count_kernel(
-    buckets_ptr, table_ptr, kv_len_ptr, counted_ptr, sizes_ptr, stride_p, stride_s, stride_h,
-    stride_t, capacity, num_buckets,
+    buckets_ptr, table_ptr, kv_len_ptr, counted_ptr, sizes_ptr,
+    stride_p, stride_s, stride_h, stride_t, capacity, num_buckets,
     PAGE: tl.constexpr, SPAN: tl.constexpr, BINS: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys of a span to ``sizes [B, Hkv, C]``."""

@@ -166,8 +166,8 @@ def _write_kernel(
     stride_kh, stride_kt, stride_kd, stride_vh, stride_vt, stride_vd,
     stride_keys_p, stride_keys_s, stride_keys_h, stride_keys_d,
     stride_values_p, stride_values_s, stride_values_h, stride_values_d,
-    stride_pages, stride_offsets, stride_ih, stride_it, stride_bp, stride_bs, stride_bh,
-    stride_k_scale, stride_v_scale,
+    stride_pages, stride_offsets, stride_ih, stride_it,
+    stride_bp, stride_bs, stride_bh, stride_k_scale, stride_v_scale,
     SIZE: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, TO_FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)

@@ -89,8 +89,8 @@ def masked_attention(
 
 
 def masked_attention_backward(
-    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    seen: Tensor, scale: float,
+    dout: Tensor, dlse: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, lse: Tensor, seen: Tensor, scale: float,
     bias: Tensor | None = None, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of q, k, v of :func:`masked_attention`.

@@ -170,8 +170,8 @@ class GateConfig:
     )
     rope: Flag | Annotated[Text, OneOf(("model",))] = key(
         "true: apply RoPE to single queries, and to pooled queries and keys at the first position "
-        "of their block; model: pool "
-        "queries and keys after the model's RoPE (the paper's baseline); false: use no positions",
+        "of their block; model: pool queries and keys after the model's RoPE (the paper's "
+        "baseline); false: use no positions",
         default=True,
     )
     qk_norm: Flag = key(

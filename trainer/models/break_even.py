@@ -14,8 +14,7 @@ BREAK_EVEN: dict[int, dict[float, int]] = {
     # 2026-11-27, one thread, 4096 tokens: 0.78 of the dense time at 0.8, 1.2 at 0.5
     0: {0.8: 4096},
     # 0.8: one H200, 2026-11-26. 0.5: that of 0.8, longer by the ratio on one H100 (6371 and 5539).
-    #   0.9: one H200, 8 layers,
-    # 2026-11-27.
+    # 0.9: one H200, 8 layers, 2026-11-27.
     90: {0.5: 7700, 0.8: 6700, 0.9: 3900},
 }
 

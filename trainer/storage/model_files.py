@@ -139,8 +139,8 @@ class ModelFiles:
             return UserError(f"{self.name}: the files there cannot be loaded ({first_line(error)})")
         return UserError(
             f"{self.name}: not a local folder, and loading it from the Hugging Face Hub failed "
-            f"({first_line(error)}); "
-            "model.init=random builds the architecture of a packaged model without a download"
+            f"({first_line(error)}); model.init=random builds the architecture of a packaged model "
+            "without a download"
         )
 
     def brings_code(self) -> UserError:

@@ -158,8 +158,8 @@ class TrainingCallback(TrainerCallback):
             steps = state.max_steps - state.global_step
             print(
                 f"a step takes about {duration(seconds)}, {steps} steps "
-                f"{duration(steps * seconds)}; "
-                "smaller train.batch_size, train.steps and data.seq_len take less",
+                f"{duration(steps * seconds)}; smaller train.batch_size, train.steps and "
+                "data.seq_len take less",
                 flush=True,
             )
             postpone()

@@ -79,8 +79,8 @@ def conv_attention_backward(
             tile_view(dout, tile.rows), tile_view(v, tile.keys),
             lse, row_delta, factors.band, dband, probs, dscores, kv_start,
             probs.stride(1), probs.stride(2), parent_heads(lse),
-            heads, heads // v.shape[1], factors.terms, spans, num_queries, num_keys, rows.begin,
-            rows.end, rows.offset,
+            heads, heads // v.shape[1], factors.terms, spans,
+            num_queries, num_keys, rows.begin, rows.end, rows.offset,
             factors.width, scale, scale * LOG2_E,
             COLS=padded_head(head), BM=tile.rows, BN=tile.keys, SPAN=span, REACH=reach(v),
             RESIDENT=factors.resident, CAUSAL=causal, PRECISION=precision(v.dtype),
@@ -98,8 +98,8 @@ def conv_attention_backward(
     ]
 )  # fmt: skip
 def _score_gradient_kernel(
-    x_desc, y_desc, do_desc, v_desc, lse_ptr, row_delta_ptr, band_ptr, dband_ptr, probs_ptr,
-    dscores_ptr, kv_start_ptr,
+    x_desc, y_desc, do_desc, v_desc, lse_ptr, row_delta_ptr,
+    band_ptr, dband_ptr, probs_ptr, dscores_ptr, kv_start_ptr,
     stride_h, stride_n, stat_heads,
     heads, group, terms, spans, num_queries, num_keys, begin, end, offset, width, scale, scale2,
     COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, SPAN: tl.constexpr, REACH: tl.constexpr,

@@ -230,8 +230,8 @@ def _band_kernel(
     q_ptr, k_ptr, weight_ptr, band_ptr, kv_start_ptr,
     stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn,
     group, num_queries, num_keys, offset, window, taps, before, width,
-    HEAD: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr,
-    BW: tl.constexpr,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr,
+    BA: tl.constexpr, BC: tl.constexpr, BW: tl.constexpr,
     KEY_MASK: tl.constexpr,
 ):  # fmt: skip
     h, b = tl.program_id(1), tl.program_id(2)
@@ -298,8 +298,8 @@ def _load_dband(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _band_query_kernel(
     q_ptr, k_ptr, weight_ptr, dband_ptr, dq_ptr, out_ptr, partial_ptr, kv_start_ptr,
-    stride_qb, stride_qh, stride_qn, stride_kb, stride_kh, stride_kn, stride_ob, stride_oh,
-    stride_on,
+    stride_qb, stride_qh, stride_qn,
+    stride_kb, stride_kh, stride_kn, stride_ob, stride_oh, stride_on,
     group, num_queries, num_keys, offset, window, taps, before, width,
     HEAD: tl.constexpr, COLS: tl.constexpr, BR: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr,
     KEY_MASK: tl.constexpr,

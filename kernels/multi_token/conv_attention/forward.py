@@ -104,8 +104,8 @@ def conv_attention_forward(
     _conv_attention_kernel[(batch * heads * row_blocks,)](
         tile_view(factors.x, tile.rows), tile_view(factors.y, tile.keys), tile_view(v, tile.keys),
         out, lse, factors.band, kv_start, *out.stride()[:3], parent_heads(lse),
-        heads // kv_heads, heads, batch * heads, l2_heads, factors.terms, num_queries, num_keys,
-        row_blocks,
+        heads // kv_heads, heads, batch * heads, l2_heads,
+        factors.terms, num_queries, num_keys, row_blocks,
         query_offset(num_queries, num_keys, causal), factors.width, scale * LOG2_E,
         HEAD=head, COLS=cols, BM=tile.rows, BN=tile.keys, RESIDENT=factors.resident,
         CAUSAL=causal, PRECISION=precision(v.dtype),
@@ -179,10 +179,10 @@ def apply_band_and_mask(
 def _conv_attention_kernel(
     x_desc, y_desc, v_desc, out_ptr, lse_ptr, band_ptr, kv_start_ptr,
     stride_b, stride_h, stride_n, lse_heads,
-    group, heads, all_heads, l2_heads, terms, num_queries, num_keys, row_blocks, offset, width,
-    scale2,
-    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    RESIDENT: tl.constexpr,
+    group, heads, all_heads, l2_heads, terms, num_queries,
+    num_keys, row_blocks, offset, width, scale2,
+    HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, RESIDENT: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Programs of l2_heads heads, whose keys fit in L2, are adjacent; the longest rows come first to

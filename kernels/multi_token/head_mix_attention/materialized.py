@@ -104,8 +104,8 @@ def materialized_attention_backward(
 
 @triton.jit(do_not_specialize=["group", "begin", "end"])
 def _materialized_attention_backward_kernel(
-    s_desc, do_desc, v_desc, lse_ptr, row_delta_ptr, dscores_ptr, dv_ptr, kv_start_ptr, stride_b,
-    stride_h, stride_n,
+    s_desc, do_desc, v_desc, lse_ptr, row_delta_ptr, dscores_ptr,
+    dv_ptr, kv_start_ptr, stride_b, stride_h, stride_n,
     group, num_queries, num_keys, begin, end, offset,
     HEAD: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr,
     PADDED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,

@@ -5,11 +5,10 @@
 
 Each mixed score depends on all heads, and an SM cannot hold the scores and outputs of all heads for
 a tile. Scores are therefore written to a scratch buffer, for as many query rows at a time as fit,
-mixed there and read back (in 16 bits for
-16-bit inputs). This takes 2 products, and 1/8 to 1/4 of a product for the mixing; mixing queries or
-keys before their product would take one product for each key/value head. The backward pass takes 5
-products, as in dense attention, and 3 mixings, with two buffers. Memory bandwidth is the
-bottleneck: a score is moved 4 times forward and 10 times backward.
+mixed there and read back (in 16 bits for 16-bit inputs). This takes 2 products, and 1/8 to 1/4 of a
+product for the mixing; mixing queries or keys before their product would take one product for each
+key/value head. The backward pass takes 5 products, as in dense attention, and 3 mixings, with two
+buffers. Memory bandwidth is the bottleneck: a score is moved 4 times forward and 10 times backward.
 """
 
 import torch

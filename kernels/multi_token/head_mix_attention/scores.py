@@ -153,8 +153,8 @@ def mix_heads(scores: Tensor, weight: Tensor, mixed: Tensor, rows: Rows) -> None
 
 @triton.jit(do_not_specialize=["num_heads", "begin", "end"])
 def _mix_heads_kernel(
-    s_desc, weight_ptr, mixed_ptr, stride_b, stride_h, stride_n, num_heads, num_keys, begin, end,
-    offset,
+    s_desc, weight_ptr, mixed_ptr, stride_b, stride_h, stride_n,
+    num_heads, num_keys, begin, end, offset,
     HEADS: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip

@@ -30,8 +30,8 @@ EXAMPLES = 0.3  # share of the exercises about lists that solve a small one firs
 IDENTIFIERS = 0.06
 _COLOUR_WORDS = (
     "amber azure black blue bronze brown copper coral crimson cream golden green grey indigo iron "
-    "ivory jade lemon "
-    "lilac maroon olive orange pale pearl pink plum purple red rose ruby silver white"
+    "ivory jade lemon lilac maroon olive orange pale pearl pink plum purple red rose ruby silver "
+    "white"
 )
 _THING_WORDS = (
     "acorn anchor apple arrow badger barrel basket beacon bell bird boat bottle bridge bucket "

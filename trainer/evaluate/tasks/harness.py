@@ -121,8 +121,8 @@ def attached_model(loaded: Loaded, advance: Callable[[], None]) -> "HFLM":
             if tokens > most:
                 raise UserError(
                     f"eval.harness: a sample has {tokens} tokens, and {most} fit the model's "
-                    f"positions with the answer; "
-                    "extend the context with model.rope_scaling, or leave the task out"
+                    "positions with the answer; extend the context with model.rope_scaling, or "
+                    "leave the task out"
                 )
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

@@ -289,9 +289,9 @@ class TargetCache:
         free = shutil.disk_usage(folder).free
         if size > free:
             raise UserError(
-                f"qmodel.num_prompts={cfg.num_prompts}: cached queries take up to "
-                f"{size / 1e9:.1f} GB in {folder}, "
-                f"where {free / 1e9:.1f} GB are free; lower it or qmodel.queries_per_prompt"
+                f"qmodel.num_prompts={cfg.num_prompts}: cached queries take up to {size / 1e9:.1f} "
+                f"GB in {folder}, where {free / 1e9:.1f} GB are free; lower it or "
+                "qmodel.queries_per_prompt"
             )
         if prints:
             content = f"{self.split} queries and targets of {prompts} prompts"

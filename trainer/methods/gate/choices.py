@@ -1,11 +1,9 @@
-"""The settings of gates that are chosen by what sparse attention does to predictions: the target,
-and the weight of means.
+"""Settings of gates chosen by what sparse attention does to predictions: target, weight of means.
 
 Both depend on the model. The largest attention mass of a block's queries is the better target for
-SmolLM2, their mean for
-Gemma 3; means of queries and keys help SmolLM2 at every sparsity and cost Gemma 3 much at 50 %. The
-loss of a gate does not tell, as it counts all blocks, and predictions depend on those at the
-threshold.
+SmolLM2, their mean for Gemma 3; means of queries and keys help SmolLM2 at every sparsity and cost
+Gemma 3 much at 50 %. The loss of a gate does not tell, as it counts all blocks, and predictions
+depend on those at the threshold.
 """
 
 import copy

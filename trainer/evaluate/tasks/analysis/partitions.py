@@ -149,8 +149,8 @@ def check_num_keys(loaded: Loaded, length: int, count: int, largest: int, num_la
     if needed > free:
         raise UserError(
             f"eval.analysis.layers={num_layers} layers: their training keys take "
-            f"{needed / 1e9:.1f} GB of memory, "
-            f"{free / 1e9:.1f} GB are free; choose fewer, or lower eval.analysis.buckets"
+            f"{needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free; choose fewer, or "
+            "lower eval.analysis.buckets"
         )
 
 
