@@ -237,6 +237,14 @@ def test_dataclasses_check_what_python_gives_them() -> None:
         UserError, match=r"^model.presets.recent=0: expected an integer in \[1, 1e9\]$"
     ):
         schemas.ModelPresets(recent=0)
+    with pytest.raises(
+        UserError, match=r"^gate\.key_block_size=128: expected gate\.block_size=64 or a part of it$"
+    ):
+        schemas.GateConfig(key_block_size=128)
+    with pytest.raises(
+        UserError, match=r"^gate\.key_block_size=16: allowed only with gate\.phase=prefill$"
+    ):
+        schemas.GateConfig(phase="decode", key_block_size=16)
     assert schemas.GateConfig().q_pool is not schemas.GateConfig().q_pool, (
         "an instance changes no defaults"
     )

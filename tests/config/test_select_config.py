@@ -136,6 +136,14 @@ def test_values_out_of_range_are_refused(policy: str, value: Any, says: str) -> 
         SelectConfig(policy, **{VALUES[policy][0]: value})
 
 
+def test_blocks_of_more_keys_than_queries_are_refused() -> None:
+    with pytest.raises(
+        UserError,
+        match=r"^select\.key_block_size=32: expected select\.block_size=16 or a part of it$",
+    ):
+        SelectConfig(block_size=16, key_block_size=32)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_command_line_sets_the_key_of_a_policy(policy: str) -> None:

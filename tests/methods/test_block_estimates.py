@@ -103,3 +103,9 @@ def test_minference_ranks_the_first_columns_and_the_last_distances_first():
     rows = others.nonzero()[:, 0]
     for r in rows.unique():  # the others keep their order and their ratios
         assert torch.allclose(ratio[..., rows == r], ratio[..., rows == r][..., :1], rtol=1e-4)
+
+
+def test_scores_that_add_over_keys_add_up_to_those_of_larger_blocks():
+    x = layer_inputs(128, 256)
+    fine, coarse = XAttention(64, 16)(x), XAttention(64, 64)(x)
+    torch.testing.assert_close(fine.unflatten(-1, (-1, 4)).sum(-1), coarse)

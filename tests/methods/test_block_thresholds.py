@@ -15,9 +15,9 @@ from msattn.trainer.config import BlockSizes, SelectConfig
 from msattn.trainer.config.select import BASELINES
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Scorer
-from msattn.trainer.methods.blocks import sparsity_in_reach
+from msattn.trainer.methods.blocks import AlwaysRead, sparsity_in_reach
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.methods.thresholds import SPARSITIES, Allocation, calibrate_blocks
+from msattn.trainer.methods.thresholds import SPARSITIES, Allocation, calibrate_blocks, shortest_row
 from msattn.trainer.methods.untrained.scores.a_shape import measure_spans
 from msattn.trainer.methods.untrained.scores.quest import Quest
 from tests.factory import inputs_of_layers, random_tokens, tiny_model
@@ -151,18 +151,34 @@ def test_calibrated_scores_without_thresholds_are_refused() -> None:
         )
 
 
-@pytest.mark.parametrize(("blocks", "short"), [(40, 5), (128, 16), (160, 16)])
-def test_short_rows_are_read_whole(blocks: int, short: int) -> None:
-    """Rows of up to 16 blocks, and of up to an eighth of the prompt's."""
-    table = calibrate_blocks(
-        {"quest": Quest(BLOCK)}, tiny_model(), [{"input_ids": random_tokens(1, 40 * BLOCK)[0]}]
-    )["quest"]
-    selection = Selection.from_config(
-        SelectConfig("calibrated", scores="quest", block_size=BLOCK, sparsity=0.8), thresholds=table
-    )
-    candidates = selection.candidates(layer_inputs(blocks * BLOCK))
+@pytest.mark.parametrize(
+    ("sizes", "blocks", "short"),
+    [
+        (BlockSizes(BLOCK, BLOCK), 40, 5),
+        (BlockSizes(BLOCK, BLOCK), 128, 16),
+        (BlockSizes(BLOCK, BLOCK), 160, 16),
+        (BlockSizes(2 * BLOCK, BLOCK), 40, 5),
+    ],
+)
+def test_short_rows_are_read_whole(sizes: BlockSizes, blocks: int, short: int) -> None:
+    """Rows of up to 16 blocks, and of up to an eighth of the prompt's, whatever the keys of a
+    block.
+    """
+    ids = random_tokens(1, 40 * sizes.queries)[0]
+    table = calibrate_blocks({"quest": Quest(*sizes)}, tiny_model(), [{"input_ids": ids}])["quest"]
+    select = SelectConfig("calibrated", scores="quest", sparsity=0.8, **sizes.arguments)
+    selection = Selection.from_config(select, thresholds=table)
+    candidates = selection.candidates(layer_inputs(blocks * sizes.queries))
     whole = (candidates.always == candidates.visible).all(-1).flatten().tolist()
     assert whole == [True] * short + [False] * (blocks - short)
+
+
+@pytest.mark.parametrize("sparsity", [0.5, 0.9])
+def test_a_share_is_in_reach_from_the_same_number_of_keys_on(sparsity: float) -> None:
+    fine, equal = (
+        size * shortest_row(sparsity, AlwaysRead(), BlockSizes(64, size)) for size in (16, 64)
+    )
+    assert fine == equal
 
 
 def test_chunks_may_differ_in_length() -> None:

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from msattn.kernels import testing
 from msattn.trainer.config import BlockSizes, SelectConfig
+from msattn.trainer.methods.blocks import candidate_blocks
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import Allocation, calibrate_blocks
 from msattn.trainer.methods.untrained.scores.a_shape import AShape, falling, measure_spans
@@ -98,6 +99,17 @@ def test_spans_are_measured_by_head_and_distance():
     torch.testing.assert_close(
         shape.profile, falling(sums / counts.clamp(min=1)), rtol=1e-4, atol=1e-6
     )
+
+
+def test_spans_of_fewer_keys_than_queries_are_measured_by_distance_in_blocks_of_keys():
+    sizes = BlockSizes(64, 16)
+    shape = measure_spans(tiny_model(), [{"input_ids": random_tokens(1, 260)[0]}], sizes)
+    assert shape.sizes == sizes
+    assert shape.profile.shape == (2, 4, 1 + 17)
+    x = layer_inputs(150, 210)
+    seen = candidate_blocks(x, sizes).visible
+    torch.testing.assert_close(shape(x).sum(-1), torch.ones(1, 4, 3))
+    assert (shape(x).masked_select(~seen.expand(1, 4, -1, -1)) == 0).all()
 
 
 def test_a_profile_falls_with_the_distance():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from msattn.kernels import testing
@@ -19,8 +19,10 @@ from msattn.trainer.config.policies import Multiscale, Nucleus, Threshold, Token
 from msattn.trainer.config.select import GATE_SCORES
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods import selection as select
-from msattn.trainer.methods.blocks import candidate_blocks, normalize_rows, sparsity
+from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks, normalize_rows, sparsity
 from msattn.trainer.methods.untrained import base, untrained_scorer
+from msattn.trainer.methods.untrained.scores.mean_pool import MeanPool
+from msattn.trainer.methods.untrained.scores.oracle import Oracle
 from msattn.trainer.methods.untrained.scores.quest import Quest
 from msattn.trainer.methods.untrained.scores.random import Random
 from msattn.trainer.models.layer_attention import attention_recall
@@ -32,21 +34,44 @@ FREE_POLICIES = [policy for policy in POLICIES if policy != "calibrated"]
 BASELINES = [untrained_scorer(name) for name in SCORES if name not in (*GATE_SCORES, "a_shape")]
 
 
-@pytest.mark.parametrize(("num_queries", "num_keys", "padding"), SHAPES)
-def test_visible_and_diagonal_blocks_equal_those_of_the_token_mask(num_queries, num_keys, padding):
-    starts = testing.starts(padding)
-    batch = 1 if padding is None else len(padding)
-    seen = testing.visible(batch, num_queries, num_keys, True, starts)[:, 0]
-    rows, cols = testing.block_numbers(batch, num_queries, num_keys, True, starts, BLOCK)
-    visible, diagonal = geometry(num_queries, num_keys, padding)
-    expected, own = torch.zeros_like(visible), torch.zeros_like(visible)
-    for b in range(batch):
-        for i, j in seen[b].nonzero().tolist():
-            if rows[b, i] >= 0:
-                expected[b, 0, rows[b, i], cols[b, j]] = True
-                own[b, 0, rows[b, i], cols[b, j]] |= j == i + num_keys - num_queries
-    assert torch.equal(visible, expected)
-    assert torch.equal(diagonal, own)
+@settings(deadline=None, max_examples=80)
+@given(
+    st.integers(1, 300),
+    st.integers(1, 300),
+    st.none() | st.lists(st.integers(0, 200), min_size=1, max_size=3),
+    st.sampled_from(
+        [BlockSizes(64, 16), BlockSizes(32, 16), BlockSizes(64, 32), BlockSizes(16, 16)]
+    ),
+    st.sampled_from(
+        [AlwaysRead(0, 0), AlwaysRead(1, 1), AlwaysRead(2, 1, dense_queries=40), AlwaysRead(0, 2)]
+    ),
+)
+@example(30, 61, [0, 40, 50], BlockSizes(16, 16), AlwaysRead(0, 0))
+@example(75, 40, None, BlockSizes(16, 16), AlwaysRead(0, 0))
+def test_visible_diagonal_sink_and_local_blocks(num_queries, num_keys, padding, sizes, always):
+    """By definition, in loops over the rows and columns of blocks: sink and local blocks hold as
+    many keys as those of equal sizes.
+    """
+    padding = None if padding is None else [p % num_keys for p in padding]
+    found = candidate_blocks(layer_inputs(num_queries, num_keys, padding), sizes, always)
+    for b, pad in enumerate(padding or [0]):
+        keys = num_keys - pad
+        begin = max(0, keys - num_queries)
+        for r, first in enumerate(range(begin, begin + num_queries, sizes.queries)):
+            queries = range(first, min(first + sizes.queries, keys))
+            for c in range(found.visible.shape[3]):
+                own = range(c * sizes.keys, (c + 1) * sizes.keys)
+                seen = bool(queries) and own[0] <= queries[-1]
+                # with no local blocks, those of the diagonal
+                local = range(first - always.local_blocks * sizes.queries, queries.stop)
+                required = own[0] < always.sink_blocks * sizes.queries
+                required = required or any(key in local for key in own)
+                if always.dense_queries:
+                    required = required or (
+                        bool(queries) and queries[-1] >= keys - always.dense_queries
+                    )
+                assert found.visible[b, 0, r, c].item() == seen
+                assert found.always[b, 0, r, c].item() == (seen and required)
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys", "padding"), SHAPES)
@@ -80,6 +105,13 @@ def test_token_budget_limits_the_keys_of_a_row():
     assert torch.equal(mask.sum(-1), visible.sum(-1).clamp(max=3).expand(1, 2, 10))
     smallest = TokenBudget(tokens=1, block_size=BLOCK)(scores, among)
     assert torch.equal(smallest, diagonal.expand_as(smallest))
+
+
+def test_a_prompt_budget_counts_keys():
+    sizes = BlockSizes(64, 16).arguments
+    select_config = SelectConfig("token_budget", scores="random", tokens=1024, **sizes)
+    mask = select.Selection.from_config(select_config).blocks(layer_inputs(40 * 64))
+    assert (mask[0, :, 20:].sum(-1) == 64).all()
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys", "padding"), SHAPES)
@@ -249,23 +281,37 @@ def test_padding_moves_no_score(scorer):
         )
 
 
-def test_quest_bounds_every_score_for_any_chunk_size(monkeypatch):
-    x = layer_inputs(70)
-    scorer = Quest(BLOCK)
-    keys = x.k.repeat_interleave(2, 1)
-    padded = torch.cat([keys, keys[:, :, -1:].expand(-1, -1, 10, -1)], 2).unflatten(2, (5, BLOCK))
-    bound = torch.maximum(
-        x.q[:, :, :, None] * padded.amax(3)[:, :, None],
-        x.q[:, :, :, None] * padded.amin(3)[:, :, None],
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "sizes"),
+    [(70, 70, BlockSizes(BLOCK, BLOCK)), (150, 210, BlockSizes(64, 16))],
+)
+def test_scores_that_pool_keys_by_their_definitions(num_queries, num_keys, sizes, monkeypatch):
+    """For any size of the chunks in which queries are scored."""
+    x = layer_inputs(num_queries, num_keys)
+    seen = candidate_blocks(x, sizes).visible[0, 0]
+    probs = testing.dense_attention(
+        x.q, x.k, x.v, testing.visible(1, num_queries, num_keys, True, None), x.scale
+    ).probs.float()
+    masses = testing.pool_over_blocks(
+        probs,
+        torch.arange(num_queries)[None] // sizes.queries,
+        torch.arange(num_keys)[None] // sizes.keys,
+        tuple(seen.shape),
+        "mass",
     )
-    bound = bound.sum(-1)  # [1, 4, 70, 5]
-    products = (x.q @ keys.transpose(-1, -2)).split(BLOCK, dim=-1)
-    assert all((bound[..., c] >= part.amax(-1) - 1e-5).all() for c, part in enumerate(products))
-    rows = torch.stack([part.amax(2) for part in bound.split(BLOCK, dim=2)], 2) * x.scale
-    expected = rows.masked_fill(~geometry(70, 70, None)[0], -math.inf).softmax(-1)
-    torch.testing.assert_close(scorer(x), expected)
-    monkeypatch.setattr(base, "CHUNK_BYTES", 1)
-    torch.testing.assert_close(scorer(x), expected)
+    means, bounds = (torch.full((1, 4, *seen.shape), -math.inf) for _ in range(2))
+    for h in range(4):
+        for r, c in seen.nonzero().tolist():
+            queries = x.q[0, h].split(sizes.queries)[r]
+            keys = x.k[0, h // 2].split(sizes.keys)[c]
+            means[0, h, r, c] = queries.mean(0) @ keys.mean(0) * x.scale
+            bound = torch.maximum(queries * keys.amax(0), queries * keys.amin(0)).sum(-1)
+            bounds[0, h, r, c] = bound.amax() * x.scale
+    for chunk_bytes in (base.CHUNK_BYTES, 1):
+        monkeypatch.setattr(base, "CHUNK_BYTES", chunk_bytes)
+        torch.testing.assert_close(Oracle(*sizes)(x), masses / masses.sum(-1, keepdim=True))
+        torch.testing.assert_close(MeanPool(*sizes)(x), means.softmax(-1))
+        torch.testing.assert_close(Quest(*sizes)(x), bounds.softmax(-1))
 
 
 def test_random_scores_depend_on_seed_and_layer_only():
@@ -322,6 +368,12 @@ def test_recall_is_the_probability_mass_of_the_blocks_read(num_queries, num_keys
 def test_scores_need_what_they_are_made_of(scores, says):
     with pytest.raises(UserError, match=rf"^select.scores={scores}: needs {says}"):
         select.Selection.from_config(SelectConfig(scores=scores))
+
+
+def test_zooms_need_blocks_of_as_many_keys_as_queries():
+    cfg = SelectConfig("multiscale", scores="quest", **BlockSizes(64, 16).arguments)
+    with pytest.raises(UserError, match=r"^select\.policy=multiscale: expected another policy"):
+        select.Selection.from_config(cfg)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 3, 5), (2, 3, 70, 70)])

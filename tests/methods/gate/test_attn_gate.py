@@ -356,7 +356,11 @@ def test_an_artifact_without_what_its_scores_depend_on_is_refused(
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"heads": "kv", "hidden": 8, "q_pool": ["avg", "max"], "loss": "kl", "target": "mass"}],
+    [
+        {},
+        {"heads": "kv", "hidden": 8, "q_pool": ["avg", "max"], "loss": "kl", "target": "mass"},
+        {"block_size": 2 * BLOCK, "key_block_size": BLOCK},
+    ],
 )
 def test_a_loaded_artifact_is_the_same_gate(tmp_path, changes):
     gate = noisy_gate(config(**changes), "llama3")
@@ -369,3 +373,14 @@ def test_a_loaded_artifact_is_the_same_gate(tmp_path, changes):
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
     x = inputs_of_layers(tiny_model(), random_tokens(1, 50))[1]
     assert torch.equal(loaded.scores(x), gate.scores(x))
+
+
+def test_an_artifact_of_an_older_version_has_blocks_of_as_many_keys_as_queries(
+    tmp_path, monkeypatch
+):
+    gate = noisy_gate(config(block_size=2 * BLOCK))
+    details = gate.details()
+    del details["gate"]["key_block_size"]
+    monkeypatch.setattr(gate, "details", lambda: details)
+    sizes = Gate.load(save(tmp_path, tiny_model(), gate)).cfg.sizes
+    assert sizes == BlockSizes(2 * BLOCK, 2 * BLOCK)
