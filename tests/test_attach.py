@@ -1,6 +1,4 @@
-"""attach: dense results if everything is read, statistics of what is read, checks, and the restored
-model.
-"""
+"""attach: dense results if everything is read, statistics of what is read, the restored model."""
 
 from pathlib import Path
 from typing import Any
@@ -198,45 +196,6 @@ def test_saved_artifacts_match_loaded_ones(model: Any, tmp_path: Path) -> None:
             with msattn.attach(model, gate=gate, qmodel=qmodel, probes=2, recent=4):
                 found.append(generate(model, ids))
         assert torch.equal(*found)
-
-
-def test_mismatches_are_rejected(model: Any, tmp_path: Path) -> None:
-    gate, kmeans = (
-        save(tmp_path, model, module) for module in (gate_for(model), random_partition())
-    )
-
-    def rejects(message: str, on: Any = model, **options: Any) -> None:
-        with pytest.raises(UserError, match=message), attach(on, **options):
-            pass
-        assert on.config._attn_implementation == "sdpa"
-
-    rejects("nothing to attach")
-    rejects(
-        "gate artifact made for tiny: its weights_hash is",
-        tiny_model("llama", seed=1),
-        gate=gate,
-        strict=True,
-    )
-    rejects("gate artifact made for tiny: its rope is", tiny_model("llama", "linear"), gate=gate)
-    rejects(
-        "kmeans artifact made for tiny: its num_layers is 2",
-        tiny_model("llama", num_hidden_layers=3),
-        qmodel=kmeans,
-    )
-    rejects("kind=kmeans: expected gate", gate=kmeans)
-    rejects("this is a gate for prefill; expected a qmodel, a decode_gate or a kmeans", qmodel=gate)
-    rejects("no such folder", gate=tmp_path / "nothing")
-    rejects("needs a gate artifact", select=SelectConfig())
-    rejects(
-        "give one of gate and select",
-        gate=gate,
-        select=Selection(TopK(sparsity=0.5), MeanPool(BLOCK)),
-    )
-    rejects("probes=7: expected 0 to 6", qmodel=kmeans, probes=7)
-    rejects("recent=0", qmodel=kmeans, probes=1, recent=0)
-    rejects("sink=-1", qmodel=kmeans, probes=1, sink=-1)
-    rejects(r"dense_layers=\(2,\): expected 0 to 1", qmodel=kmeans, probes=1, dense_layers=(2,))
-    rejects("sliding window", tiny_model("mistral", sliding_window=8), gate=gate)
 
 
 def test_stats_print_in_a_line() -> None:

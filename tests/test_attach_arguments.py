@@ -105,48 +105,6 @@ def test_a_router_without_training_is_named(embedded: Any, here: Path) -> None:
         assert served(sparse) == (32, 2047, 1, {1, 2, 3, 4, 5})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"select": "best"}, "select=best: expected topk, calibrated"),
-        (
-            {"select": {"policy": "nucleus", "sparsity": 0.5}},
-            "select.sparsity: policy=nucleus accepts mass",
-        ),
-        ({"select": "nucleus", "sparsity": 0.5}, "select.sparsity: policy=nucleus accepts mass"),
-        ({"select": {"policy": "topk", "sparsty": 0.5}}, "unknown key select.sparsty"),
-        ({"select": "quest", "sparsity": 1.5}, r"^sparsity=1.5: expected a number in"),
-        ({"sparsity": 0.5}, "sparsity=0.5: there is nothing to select"),
-        (
-            {"qmodel": "outputs/none", "probes": -1},
-            r"^probes=-1: expected an integer in \[0, 1e6\], or null",
-        ),
-        (
-            {"gate": "embedded", "select": {"key_block_size": 16}},
-            r"^select\.key_block_size=16: the gate's blocks have 64; expected this size, or null$",
-        ),
-        ({"gate": "outputs/none/gate"}, "artifact outputs/none/gate: no such folder"),
-        (
-            {"qmodel": "qest"},
-            r"^qmodel=qest: expected clusters, .*, embedded, the folder .*artifact \(did you mean "
-            r"quest\?\)",
-        ),
-    ],
-)
-def test_wrong_forms_are_refused(model: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(msattn.UserError, match=message), msattn.attach(model, **options):
-        pass
-
-
-def test_a_model_in_double_precision_is_refused_before_it_runs() -> None:
-    model = tiny_model().double()
-    with (
-        pytest.raises(msattn.UserError, match=r"model\.dtype=float64: expected"),
-        msattn.attach(model, select="quest"),
-    ):
-        pass
-
-
 def test_the_folder_of_a_run_holds_its_artifacts(embedded: Any, tmp_path: Path) -> None:
     run = tmp_path / "base"
     shutil.copytree(SHIPPED / "gate", run / "gate")

@@ -139,20 +139,3 @@ def test_a_window_that_holds_every_key_leaves_nothing_to_calibrate() -> None:
         UserError, match="sink=20: the calibration needs chunks with keys outside the dense window"
     ):
         calibrate_keys(classifiers(), tiny_model(), chunks, recent=4, sink=20, dense_layers=())
-
-
-def test_a_share_needs_thresholds_of_a_classifier() -> None:
-    model, router = tiny_model(), classifiers()
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"qmodel": router, "keys": 0.05}, "^keys=0.05: this router has no calibrated thresholds"),
-        ({"qmodel": router.partition, "keys": 0.05}, "^keys=0.05: needs a query classifier"),
-        (
-            {"qmodel": router, "keys": 0.05, "probes": 2},
-            "^keys=0.05: probes=2 is given too; give one of the two",
-        ),
-        ({"select": "quest", "keys": 0.05}, "^keys=0.05: only decoding with a router uses it"),
-        ({"qmodel": router, "keys": "0.05"}, "^keys='0.05': expected a number"),
-    ]
-    for options, message in wrong:
-        with pytest.raises(UserError, match=message), attach(model, **options):
-            pass

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from msattn.trainer.errors import UserError
 from msattn.trainer.serving.attach import attach
 from tests.factory import inputs_of_layers, random_tokens, tiny_model
 from tests.methods.gate.random_gates import BLOCK, random_decode_gate
@@ -119,34 +118,3 @@ def test_beams_read_as_their_sequences_alone(where: str) -> None:
                 ids[row : row + 1], max_new_tokens=8, num_beams=3, do_sample=False
             )
             assert torch.equal(alone[0], beams[row])
-
-
-def test_what_is_refused() -> None:
-    model, gate = tiny_model(), random_decode_gate()
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"qmodel": gate, "probes": 17}, "probes=17: expected 0 to 16"),
-        ({"qmodel": gate, "keys": 15}, r"keys=15: expected 16 \(a block\) to 256 keys"),
-        ({"qmodel": gate, "keys": 257}, "keys=257: expected 16"),
-        ({"qmodel": gate, "keys": 20.5}, "keys=20.5: expected null, a share"),
-        ({"qmodel": gate, "keys": float("inf")}, "keys=inf: expected null, a share"),
-        ({"qmodel": gate, "keys": 0.1}, "keys=0.1: this router has no calibrated thresholds"),
-        ({"qmodel": gate, "threshold": 1.0}, r"threshold=1.0: expected a number in \(0, 1\)"),
-        ({"qmodel": gate, "threshold": float("nan")}, "threshold=nan: expected a number"),
-        ({"qmodel": gate, "threshold": 0.1, "keys": 32}, "threshold=0.1: keys=32 is given too"),
-        ({"qmodel": gate, "threshold": 0.1, "probes": 3}, "threshold=0.1: probes=3 is given too"),
-        (
-            {"select": "quest", "threshold": 0.1},
-            "threshold=0.1: only decoding with a router uses it",
-        ),
-        (
-            {"qmodel": random_decode_gate(num_hidden_layers=3)},
-            "its num_layers is 3, this model's is 2",
-        ),
-        (
-            {"qmodel": random_decode_gate(num_attention_heads=2)},
-            "its num_heads is 2, this model's is 4",
-        ),
-    ]
-    for options, message in cases:
-        with pytest.raises(UserError, match=message), attach(model, **options):
-            pass

@@ -1,6 +1,8 @@
-"""Caches, prompts and calls that are refused by name, or left to the model."""
+"""Arguments, caches, prompts and calls that are refused by name, or left to the model."""
 
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,11 +10,144 @@ import torch
 import transformers
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
+from msattn.trainer.config import SelectConfig
+from msattn.trainer.config.policies import TopK
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.selection import Selection
+from msattn.trainer.methods.untrained.routers.quest import QuestBlocks
+from msattn.trainer.methods.untrained.routers.random import RandomBuckets
+from msattn.trainer.methods.untrained.scores.mean_pool import MeanPool
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.input_checks import check_inputs
-from tests.factory import random_tokens, tiny_config, tiny_model
+from tests.factory import random_partition, random_tokens, tiny_config, tiny_model
+from tests.methods.gate.random_gates import random_decode_gate
 from tests.serving.decoding import ROUTED
+from tests.sparse import BLOCK, gate_for, save
+
+# routers, made when a test needs them
+ROUTERS: dict[str, Callable[[], Any]] = {
+    "k-means": random_partition,
+    "classifiers": lambda: QModel(random_partition(), 2, 24),
+    "decode gates": random_decode_gate,
+    "gates of 3 layers": lambda: random_decode_gate(num_hidden_layers=3),
+    "gates of 2 heads": lambda: random_decode_gate(num_attention_heads=2),
+    "pages of 3 heads": lambda: QuestBlocks(8, [0], 3),
+    "layers 0 and 2": lambda: RandomBuckets(8, [0, 2], 2),
+}
+# a router, other arguments, the message
+REFUSED: list[tuple[str | None, dict[str, Any], str]] = [
+    (None, {}, "nothing to attach"),
+    (None, {"sparsity": 0.5}, "sparsity=0.5: there is nothing to select"),
+    (None, {"select": SelectConfig()}, "needs a gate artifact"),
+    (None, {"select": "best"}, "select=best: expected topk, calibrated"),
+    (
+        None,
+        {"select": {"policy": "nucleus", "sparsity": 0.5}},
+        "select.sparsity: policy=nucleus accepts mass",
+    ),
+    (
+        None,
+        {"select": "nucleus", "sparsity": 0.5},
+        "select.sparsity: policy=nucleus accepts mass",
+    ),
+    (None, {"select": {"policy": "topk", "sparsty": 0.5}}, "unknown key select.sparsty"),
+    (None, {"select": "quest", "sparsity": 1.5}, "^sparsity=1.5: expected a number in"),
+    (
+        None,
+        {"gate": "embedded", "select": {"key_block_size": 16}},
+        r"^select\.key_block_size=16: the gate's blocks have 64; expected this size, or null$",
+    ),
+    (None, {"gate": "outputs/none/gate"}, "artifact outputs/none/gate: no such folder"),
+    (None, {"gate": Path("outputs/none")}, "artifact outputs/none: no such folder"),
+    (
+        None,
+        {"qmodel": "qest"},
+        r"^qmodel=qest: expected clusters, .*, embedded, the folder .*artifact \(did you mean "
+        r"quest\?\)",
+    ),
+    (
+        None,
+        {"qmodel": "outputs/none", "probes": -1},
+        r"^probes=-1: expected an integer in \[0, 1e6\], or null",
+    ),
+    (None, {"select": "quest", "keys": 0.05}, "^keys=0.05: only decoding with a router uses it"),
+    (
+        None,
+        {"select": "quest", "threshold": 0.1},
+        "^threshold=0.1: only decoding with a router uses it",
+    ),
+    ("k-means", {"probes": 7}, "probes=7: expected 0 to 6"),
+    ("k-means", {"probes": 1, "recent": 0}, "recent=0"),
+    ("k-means", {"probes": 1, "sink": -1}, "sink=-1"),
+    (
+        "k-means",
+        {"probes": 1, "dense_layers": (2,)},
+        r"dense_layers=\(2,\): expected 0 to 1",
+    ),
+    ("k-means", {"keys": 0.05}, "^keys=0.05: needs a query classifier"),
+    ("classifiers", {"keys": 0.05}, "^keys=0.05: this router has no calibrated thresholds"),
+    ("classifiers", {"keys": "0.05"}, "^keys='0.05': expected a number"),
+    (
+        "classifiers",
+        {"keys": 0.05, "probes": 2},
+        "^keys=0.05: probes=2 is given too; give one of the two",
+    ),
+    ("decode gates", {"probes": 17}, "probes=17: expected 0 to 16"),
+    ("decode gates", {"keys": 15}, r"keys=15: expected 16 \(a block\) to 256 keys"),
+    ("decode gates", {"keys": 257}, "keys=257: expected 16"),
+    ("decode gates", {"keys": 20.5}, "keys=20.5: expected null, a share"),
+    ("decode gates", {"keys": float("inf")}, "keys=inf: expected null, a share"),
+    ("decode gates", {"keys": 0.1}, "keys=0.1: this router has no calibrated thresholds"),
+    ("decode gates", {"threshold": 1.0}, r"threshold=1.0: expected a number in \(0, 1\)"),
+    ("decode gates", {"threshold": float("nan")}, "threshold=nan: expected a number"),
+    ("decode gates", {"threshold": 0.1, "keys": 32}, "threshold=0.1: keys=32 is given too"),
+    ("decode gates", {"threshold": 0.1, "probes": 3}, "threshold=0.1: probes=3 is given too"),
+    ("gates of 3 layers", {}, "its num_layers is 3, this model's is 2"),
+    ("gates of 2 heads", {}, "its num_heads is 2, this model's is 4"),
+    ("pages of 3 heads", {"probes": 1}, "kv_heads is 3, this model's is 2"),
+    ("layers 0 and 2", {"probes": 1}, r"qmodel.layers=\[0, 2\]: expected layers from 0 to 1"),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A model that no test changes."""
+    return tiny_model()
+
+
+def check_refused(model: Any, options: dict[str, Any], message: str) -> None:
+    """Asserts that the model keeps its attention."""
+    with pytest.raises(UserError, match=message), attach(model, **options):
+        pass
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(("router", "options", "message"), REFUSED)
+def test_arguments_that_are_refused(
+    model: Any, router: str | None, options: dict[str, Any], message: str
+) -> None:
+    routed = {} if router is None else {"qmodel": ROUTERS[router]()}
+    check_refused(model, routed | options, message)
+
+
+def test_artifacts_and_models_that_do_not_fit(model: Any, tmp_path: Path) -> None:
+    gate, kmeans = (
+        save(tmp_path, model, module) for module in (gate_for(model), random_partition())
+    )
+    of_other_weights = "gate artifact made for tiny: its weights_hash is"
+    check_refused(tiny_model(seed=1), {"gate": gate, "strict": True}, of_other_weights)
+    of_another_rope = "gate artifact made for tiny: its rope is"
+    check_refused(tiny_model("llama", "linear"), {"gate": gate}, of_another_rope)
+    of_fewer_layers = "kmeans artifact made for tiny: its num_layers is 2"
+    check_refused(tiny_model(num_hidden_layers=3), {"qmodel": kmeans}, of_fewer_layers)
+    check_refused(tiny_model("mistral", sliding_window=8), {"gate": gate}, "sliding window")
+    check_refused(tiny_model().double(), {"select": "quest"}, r"model\.dtype=float64: expected")
+    check_refused(model, {"gate": kmeans}, "kind=kmeans: expected gate")
+    expected = "this is a gate for prefill; expected a qmodel, a decode_gate or a kmeans"
+    check_refused(model, {"qmodel": gate}, expected)
+    both = {"gate": gate, "select": Selection(TopK(sparsity=0.5), MeanPool(BLOCK))}
+    check_refused(model, both, "give one of gate and select")
 
 
 @torch.no_grad()
