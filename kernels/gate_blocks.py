@@ -19,7 +19,7 @@ from msattn.kernels.common import gate_rows
 from msattn.kernels.common.block_bits import num_words
 from msattn.kernels.common.checks import check_device
 from msattn.kernels.common.gate_checks import check_gate
-from msattn.kernels.common.gate_rows import Choice, Gate
+from msattn.kernels.common.gate_rows import Choice, GateArguments
 from msattn.kernels.common.registration import register_op
 from msattn.kernels.reference import gate_blocks as reference
 from msattn.kernels.types import Backend
@@ -86,7 +86,7 @@ def gate_blocks(
     ValueError
         If an argument is invalid.
     """
-    given = Gate(
+    given = GateArguments(
         q, pooled_k, query_weight, key_weight, inv_freq, ",".join(q_pool), num_keys, block_size, 0,
         kv_start, q_rope, mean_weight, last_queries, columns, last_rows, whole,
     )  # fmt: skip
@@ -104,42 +104,13 @@ def gate_blocks(
     return _operator(*gate, *choice, backend)
 
 
-def launch(
-    q: Tensor,
-    pooled_k: Tensor,
-    query_weight: Tensor,
-    key_weight: Tensor,
-    inv_freq: Tensor | None,
-    q_pool: str,
-    num_keys: int,
-    block_size: int,
-    key_block_size: int,
-    kv_start: Tensor | None,
-    q_rope: Tensor | None,
-    mean_weight: float,
-    last_queries: bool,
-    columns: Tensor | None,
-    last_rows: Tensor | None,
-    whole: Tensor | None,
-    counts: Tensor,
-    local: Tensor,
-    sink_blocks: int,
-    threshold: float,
-    exponent: float,
-    edge_exponent: float,
-    above: float,
-) -> Tensor:
+def launch(gate: GateArguments, choice: Choice) -> Tensor:
     """Launches the kernels."""
-    gate = Gate(
-        q, pooled_k, query_weight, key_weight, inv_freq, q_pool, num_keys, block_size,
-        key_block_size, kv_start, q_rope, mean_weight, last_queries, columns, last_rows, whole,
-    )  # fmt: skip
-    choice = Choice(counts, local, sink_blocks, threshold, exponent, edge_exponent, above)
     return gate_rows.launch(gate, choice)
 
 
 def _empty(*arguments: Any) -> Tensor:
-    *shape, cols = (given := Gate(*arguments[: len(Gate._fields)])).map_shape
+    *shape, cols = (given := GateArguments(*arguments[: len(GateArguments._fields)])).map_shape
     return given.q.new_empty((*shape, num_words(cols)), dtype=torch.int32)
 
 

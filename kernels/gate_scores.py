@@ -18,7 +18,7 @@ from torch import Tensor
 from msattn.kernels.common import gate_rows
 from msattn.kernels.common.checks import statistics_dtype
 from msattn.kernels.common.gate_checks import check_gate
-from msattn.kernels.common.gate_rows import Gate
+from msattn.kernels.common.gate_rows import GateArguments
 from msattn.kernels.common.registration import register_op
 from msattn.kernels.reference import gate_scores as reference
 from msattn.kernels.types import Backend
@@ -107,7 +107,7 @@ def gate_scores(
     NotImplementedError
         In the backward pass: a gate is trained through its logits.
     """
-    given = Gate(
+    given = GateArguments(
         q, pooled_k, query_weight, key_weight, inv_freq, ",".join(q_pool), num_keys, block_size, 0,
         kv_start, q_rope, mean_weight, last_queries, columns, last_rows, whole,
     )  # fmt: skip
@@ -115,35 +115,8 @@ def gate_scores(
     return _operator(*gate, backend)
 
 
-def launch(
-    q: Tensor,
-    pooled_k: Tensor,
-    query_weight: Tensor,
-    key_weight: Tensor,
-    inv_freq: Tensor | None,
-    q_pool: str,
-    num_keys: int,
-    block_size: int,
-    key_block_size: int,
-    kv_start: Tensor | None,
-    q_rope: Tensor | None,
-    mean_weight: float,
-    last_queries: bool,
-    columns: Tensor | None,
-    last_rows: Tensor | None,
-    whole: Tensor | None,
-) -> Tensor:
-    """Launches the kernels."""
-    return gate_rows.launch(
-        Gate(
-            q, pooled_k, query_weight, key_weight, inv_freq, q_pool, num_keys, block_size,
-            key_block_size, kv_start, q_rope, mean_weight, last_queries, columns, last_rows, whole,
-        )
-    )  # fmt: skip
-
-
 def _empty(*gate: Any) -> Tensor:
-    given = Gate(*gate[: len(Gate._fields)])
+    given = GateArguments(*gate[: len(GateArguments._fields)])
     return given.q.new_empty(given.map_shape, dtype=statistics_dtype(given.q))
 
 
@@ -152,5 +125,9 @@ def _reference(q_pool: str, **others: Any) -> Tensor:
 
 
 _operator = register_op(
-    "gate_scores", launch, _reference, _empty, no_gradient="a gate is trained through its logits"
+    "gate_scores",
+    gate_rows.launch,
+    _reference,
+    _empty,
+    no_gradient="a gate is trained through its logits",
 )

@@ -32,7 +32,7 @@ HEADS, KV_HEADS, BLOCK, SHARE, FLOOR = 32, 8, 64, 0.1, 0.5
 LIMIT = ("counts", "threshold", "exponent", "edge_exponent", "above")
 LENGTHS, HEAD_SIZES, KEY_BLOCKS = (32_768, 131_072), (128, 64), (64, 16)
 TILES = [
-    gate_rows.Tile(*tile)
+    gate_rows.LogitsTile(*tile)
     for tile in (
         (128, 128, 64, 8, 3), (128, 128, 32, 8, 4), (128, 128, 32, 8, 3), (128, 128, 64, 8, 2),
         (128, 256, 32, 8, 3), (128, 256, 64, 8, 2), (64, 128, 64, 4, 3), (64, 256, 32, 4, 3),
@@ -220,7 +220,8 @@ def row(length: int, size: int, keys: int) -> None:
 def tiles() -> None:
     """Times the kernels with other tiles of logits, slabs and registers."""
     problem = draw(max(LENGTHS), 128, 16)
-    shipped, slab, options = dict(gate_rows.TILES), gate_rows.SLAB_BYTES, gate_rows.row_options
+    shipped, slab = dict(gate_rows.LOGITS_TILES), gate_rows.SLAB_BYTES
+    options = gate_rows.row_options
 
     def show(name: str) -> None:
         try:
@@ -231,9 +232,9 @@ def tiles() -> None:
             print(name, str(error)[:100].replace("\n", " "), flush=True)
 
     for tile in TILES:
-        gate_rows.TILES = dict.fromkeys(shipped, tile)
+        gate_rows.LOGITS_TILES = dict.fromkeys(shipped, tile)
         show(str(tile))
-    gate_rows.TILES = shipped
+    gate_rows.LOGITS_TILES = shipped
     for bits in (24, 26, 27, 28, 29, 30):
         gate_rows.SLAB_BYTES = 2**bits
         show(f"slabs of 2**{bits} bytes")

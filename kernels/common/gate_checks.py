@@ -14,13 +14,13 @@ from msattn.kernels.common.checks import (
     resolve_backend,
     statistics_dtype,
 )
-from msattn.kernels.common.gate_rows import Gate
+from msattn.kernels.common.gate_rows import GateArguments
 from msattn.kernels.types import Backend
 
 
 def check_gate(
-    gate: Gate, q_pool: list[str], key_block_size: int | None, backend: Backend | None
-) -> tuple[Gate, Backend]:
+    gate: GateArguments, q_pool: list[str], key_block_size: int | None, backend: Backend | None
+) -> tuple[GateArguments, Backend]:
     """Checks the arguments of a gate, and returns them with the resolved size of blocks of keys,
     and the backend.
     """
@@ -45,7 +45,7 @@ def check_gate(
     return gate, backend
 
 
-def _check_projection(gate: Gate, q_pools: int, blocks: int) -> None:
+def _check_projection(gate: GateArguments, q_pools: int, blocks: int) -> None:
     """Checks pooled keys, weights and frequencies."""
     q, pooled_k, query_weight = gate.q, gate.pooled_k, gate.query_weight
     head_size, dtype, rotated = q.shape[3], statistics_dtype(q), int(gate.q_rope is not None)
@@ -74,7 +74,7 @@ def _check_projection(gate: Gate, q_pools: int, blocks: int) -> None:
         _check_exactly("inv_freq", gate.inv_freq, torch.float32, (hidden // 2,), q)
 
 
-def _check_given_scores(gate: Gate) -> None:
+def _check_given_scores(gate: GateArguments) -> None:
     """Checks the scores of columns and of the last rows."""
     batch, heads, rows, cols = gate.map_shape
     dtype, columns, last_rows = statistics_dtype(gate.q), gate.columns, gate.last_rows

@@ -39,7 +39,7 @@ CHUNK = 32  # pooled channels per step of the projection
 HEADROOM = tl.constexpr(12)
 
 
-class Tile(NamedTuple):
+class LogitsTile(NamedTuple):
     """Tile of the logits: rows, columns, channels per step, warps, stages."""
 
     rows: int
@@ -49,11 +49,12 @@ class Tile(NamedTuple):
     stages: int
 
 
-TILES = {90: Tile(128, 128, 64, 8, 3), 80: Tile(128, 64, 64, 4, 3)}  # by compute capability
+# by compute capability
+LOGITS_TILES = {90: LogitsTile(128, 128, 64, 8, 3), 80: LogitsTile(128, 64, 64, 4, 3)}
 
 
-class Gate(NamedTuple):
-    """Arguments of a gate, those of the operator ``gate_scores``."""
+class GateArguments(NamedTuple):
+    """Arguments of the operator ``gate_scores``."""
 
     q: Tensor
     pooled_k: Tensor
@@ -115,7 +116,7 @@ class Vectors(NamedTuple):
     factors: Tensor
 
 
-def launch(gate: Gate, choice: Choice | None = None) -> Tensor:
+def launch(gate: GateArguments, choice: Choice | None = None) -> Tensor:
     """Returns the probabilities of blocks, fp32 ``[B, Hg, Tr, Tc]``, or with a ``choice`` the bits
     of those to read, int32 ``[B, Hg, Tr, ceil(Tc / 32)]``.
     """
@@ -136,7 +137,7 @@ def launch(gate: Gate, choice: Choice | None = None) -> Tensor:
     return out
 
 
-def _project(gate: Gate) -> tuple[Vectors, Vectors]:
+def _project(gate: GateArguments) -> tuple[Vectors, Vectors]:
     """Returns the vectors of row blocks, followed by those of single queries, and of column
     blocks.
     """
@@ -172,7 +173,7 @@ def _project(gate: Gate) -> tuple[Vectors, Vectors]:
 
 def _fill(
     out: Tensor,
-    gate: Gate,
+    gate: GateArguments,
     queries: Vectors,
     keys: Vectors,
     choice: Choice | None,
@@ -182,7 +183,7 @@ def _fill(
     batch, heads, rows, _ = out.shape
     cols, hidden = keys.factors.shape[2], queries.pairs.shape[4]
     lengths, q_rows = gate.lengths, queries.factors.shape[2]
-    tile = TILES[90 if capability(out.device) >= 90 else 80]
+    tile = LOGITS_TILES[90 if capability(out.device) >= 90 else 80]
     block, first_vector = (1, q_rows - rows) if single else (gate.block_size, 0)
     slabs = [*_slabs(rows, cols, gate, block, single, batch * heads, tile)]
     logits = queries.factors.new_empty(
@@ -225,7 +226,13 @@ def _shared(x: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def _slabs(
-    rows: int, cols: int, gate: Gate, block: int, single: bool, lists: int, tile: Tile
+    rows: int,
+    cols: int,
+    gate: GateArguments,
+    block: int,
+    single: bool,
+    lists: int,
+    tile: LogitsTile,
 ) -> Iterator[tuple[int, int, int]]:
     """Yields the first row of slabs, the row after their last one and their width, the longest rows
     first.

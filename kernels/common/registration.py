@@ -5,9 +5,9 @@ makes empty results. Those of differentiable attention also supply a backward pa
 operator of its own, and the names of what it needs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -31,22 +31,25 @@ def register_op(
     """Registers the operator ``msattn::<name>``, whose parameters are those of ``launch``, then
     ``backend``.
 
-    Parameters of ``launch`` with a default are left out, unless the operator ``mutates`` them. The
+    Parameters of ``launch`` with a default are left out, unless the operator ``mutates`` them. A
+    parameter that is a NamedTuple stands for its fields, since operators take no records. The
     reference gets the same arguments by name. ``fake`` gets those of the operator and returns empty
     results, as ``launch`` does. ``no_gradient`` is advice for an operation for inference or
     targets, whose backward pass raises NotImplementedError.
     """
-    parameters = [
+    given = [
         parameter.replace(default=Parameter.empty)
         for parameter in signature(launch).parameters.values()
         if parameter.default is Parameter.empty or parameter.name in mutates
     ]
+    parameters = [each for parameter in given for each in _fields(parameter)]
 
     def dispatch(*arguments):
         *inputs, backend = arguments
         if backend == "triton":
+            values = iter(inputs)
             with torch.cuda.device_of(inputs[0]):
-                return launch(*inputs)
+                return launch(*(_take(values, parameter) for parameter in given))
         return reference(
             **{parameter.name: x for parameter, x in zip(parameters, inputs, strict=True)}
         )
@@ -62,6 +65,23 @@ def register_op(
 
         operator.register_autograd(backward)
     return operator
+
+
+def _fields(parameter: Parameter) -> list[Parameter]:
+    """Returns the fields of a parameter that is a NamedTuple, or the parameter itself."""
+    if not hasattr(parameter.annotation, "_fields"):
+        return [parameter]
+    return [
+        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
+        for name, annotation in get_type_hints(parameter.annotation).items()
+    ]
+
+
+def _take(values: Iterator[Any], parameter: Parameter) -> Any:
+    """Returns the next of ``values``, or those of a NamedTuple's fields as one."""
+    if not hasattr(parameter.annotation, "_fields"):
+        return next(values)
+    return parameter.annotation(*(next(values) for _ in parameter.annotation._fields))
 
 
 def register_attention(

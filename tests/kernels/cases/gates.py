@@ -103,7 +103,7 @@ def _gate(dtype: torch.dtype, head_size: int, sm: int):
         torch.zeros(heads, hidden, 2 * head_size),
     )
     pooled_k = torch.zeros(2, 2, -(-200 // key_block), (2 + (means[0] is not None)) * head_size)
-    gate = gate_rows.Gate(
+    gate = gate_rows.GateArguments(
         q, pooled_k, *weights, torch.zeros(hidden // 2), "avg", 200, block, key_block, kv_start,
         *means, head_size != 16, None, None, None,
     )  # fmt: skip
