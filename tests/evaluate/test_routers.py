@@ -16,6 +16,7 @@ from msattn.trainer.evaluate.calibration import match_key_shares
 from msattn.trainer.evaluate.tasks import recall
 from msattn.trainer.models.tap import LayerInputs
 from tests.evaluate.runs import config, loaded_and_found, measured_on_a_chunk, rows_of
+from tests.routers import Head, keys_of_a_token
 
 PRESET_BUCKETS = 8
 
@@ -45,30 +46,15 @@ def test_recall_of_quest_and_window_is_the_mass_of_their_pages(tmp_path: Path, t
         for position in (
             torch.linspace(recent + sink, x.num_keys - 1, sizes.num_queries).round().int().tolist()
         ):
-            far = -(-(position + 1 - recent) // 16)
-            count = max(1, int(3 * far / PRESET_BUCKETS + 0.5))
-            key = torch.arange(x.num_keys)
             for head in range(2):
-                q, k = x.q[0, 2 * head : 2 * head + 2, position], x.k[0, head]
-                bounds = [
-                    torch.maximum(q * part.amax(0), q * part.amin(0)).sum()
-                    for part in k.split(16)[:far]
-                ]
-                for name, scores in (
-                    ("Quest pages", torch.stack(bounds)),
-                    ("sink and window", torch.arange(far)),
-                ):
-                    read = (
-                        torch.isin(key // 16, scores.topk(count).indices)
-                        | (key < sink)
-                        | (key > position - recent)
-                    )
-                    read &= key <= position
-                    weights = (
-                        (q @ k.mT * x.scale).masked_fill(key > position, -torch.inf).softmax(-1)
-                    )
+                q = x.q[0, 2 * head : 2 * head + 2, position]
+                keys = x.k[0, head, : position + 1]
+                one = Head(keys, q, recent, 3, PRESET_BUCKETS)
+                for name, router in (("Quest pages", "quest"), ("sink and window", "window")):
+                    read = keys_of_a_token(router, one, sink)
+                    weights = (q @ keys.mT * x.scale).softmax(-1)
                     expected[name] += (weights * read).sum(-1).tolist()
-                    shares[name].append(read.sum().item() / (position + 1))
+                    shares[name].append(read.float().mean().item())
 
     measured_on_a_chunk(cfg, loaded, measure)
     for name in expected:

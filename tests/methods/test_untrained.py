@@ -15,6 +15,7 @@ from msattn.trainer.methods.untrained.routers.quest import QuestBlocks
 from msattn.trainer.methods.untrained.routers.random import RandomBuckets
 from msattn.trainer.methods.untrained.routers.window import WindowBlocks
 from msattn.trainer.models.layer_attention import Angles, LayerInputs, Scoring
+from tests.routers import number_to_read
 
 LAYERS, KV_HEADS, HEADS, SIZE, BUCKETS = [1, 3], 2, 4, 16, 8
 
@@ -102,7 +103,7 @@ def test_the_best_far_pages_are_chosen(
     assert chosen.dtype == torch.int32
     for row, keys in enumerate(before):
         far = count_blocks(max(keys, 0), BLOCK_SIZE)
-        count = min(far, max(min(probes, 1), int(probes * far / buckets + 0.5)))
+        count = number_to_read(far, probes, buckets)
         for head in range(KV_HEADS):
             expected = scores[row, head, :far].argsort(descending=True)[:count].tolist()
             found = chosen[row, head].tolist()

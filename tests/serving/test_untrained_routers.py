@@ -16,7 +16,7 @@ from msattn.trainer.methods.buckets import BucketRouter
 from msattn.trainer.methods.budgets import KeyShare, Probes
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
-from msattn.trainer.methods.untrained.routers.clusters import ITERATIONS, KeyClusters
+from msattn.trainer.methods.untrained.routers.clusters import KeyClusters
 from msattn.trainer.methods.untrained.routers.lsh import CollidingKeys
 from msattn.trainer.methods.untrained.routers.quest import QuestBlocks
 from msattn.trainer.methods.untrained.routers.random import RandomBuckets
@@ -29,10 +29,11 @@ from msattn.trainer.serving.dispatch import Dispatch, Routing
 from msattn.trainer.serving.statistics import Statistics
 from tests.factory import left_padded, random_partition, random_tokens, tiny_model
 from tests.methods.gate.random_gates import random_decode_gate
+from tests.routers import Head, capped_products, keys_of_a_token
 from tests.serving.decoding import close, generate
 from tests.serving.decoding import models as grouped
 
-BUCKETS, KV_HEADS, HEADS, SIZE, RECENT, SINK, PAGE = 8, 2, 4, 16, 5, 2, 16
+BUCKETS, KV_HEADS, HEADS, SIZE, RECENT, SINK = 8, 2, 4, 16, 5, 2
 ROUTERS: dict[str, Any] = {
     "window": lambda layers: WindowBlocks(BUCKETS, layers, KV_HEADS),
     "random": lambda layers: RandomBuckets(BUCKETS, layers, KV_HEADS),
@@ -47,12 +48,6 @@ PARTIAL = ("lsh", "twilight")
 
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def products(q: Tensor, k: Tensor, softcap: float | None) -> Tensor:
-    """Returns the scores of queries ``[n, D]`` and keys ``[M, D]``, capped as those of Gemma 2."""
-    scores = q @ k.mT * 0.25
-    return scores if softcap is None else softcap * (scores / softcap).tanh()
 
 
 def routed_attention(
@@ -93,84 +88,6 @@ def decode(
     return out, statistics.key_counts(len(k), k.shape[1], k.device), layer.window(RECENT)
 
 
-def keys_to_read(
-    name: str, router: Any, k: Tensor, q: Tensor, window: int, probes: int, softcap: float | None
-) -> list[Tensor]:
-    """Returns bool ``[M]`` for each key/value head of one sequence: ``k [1, Hkv, M, D]``,
-    ``q [1, Hq, 1, D]``.
-    """
-    num_keys, read = k.shape[2], []
-    position = torch.arange(num_keys)
-    for head in range(KV_HEADS):
-        own, queries = k[0, head], q[0, 2 * head : 2 * head + 2, 0]
-        if name in ("window", "quest"):
-            far = [page for page in range(-(-num_keys // PAGE)) if PAGE * page < num_keys - window]
-            # without the newest key
-            parts = {page: own[PAGE * page : min(PAGE * page + PAGE, num_keys - 1)] for page in far}
-            bounds = {
-                page: torch.maximum(queries * part.amax(0), queries * part.amin(0)).sum()
-                for page, part in parts.items()
-            }
-            best = sorted(far, key=lambda page: -page if name == "window" else -float(bounds[page]))
-            count = min(len(far), max(min(probes, 1), int(probes * len(far) / BUCKETS + 0.5)))
-            chosen = torch.isin(position // PAGE, torch.tensor(best[:count]))
-        elif name == "lsh":
-            far = max(0, num_keys - window)
-            prompt = (own[:-1] - own[:-1].mean(0)).float()  # without the newest key
-            second = (
-                ((router.codes(prompt) == router.codes(queries)[:, None]).cumsum(-1) >= 2)
-                .sum(-1)
-                .amax(0)[:far]
-            )
-            count = min(far, max(min(probes, 1), int(probes * far / BUCKETS + 0.5)))
-            best = second.argsort(descending=True, stable=True)[:count]
-            chosen = torch.isin(position, best[second[best] > 0])
-        elif name == "clusters":
-            prompt = own[: max(1, num_keys - 1)]  # without the newest key
-            means, nearest = prompt[::8], torch.zeros(0)
-            for _ in range(ITERATIONS):
-                nearest = torch.cdist(prompt, means).argmin(-1)
-                members = [prompt[nearest == number] for number in range(len(means))]
-                means = torch.stack(
-                    [
-                        part.mean(0) if len(part) else old
-                        for part, old in zip(members, means, strict=True)
-                    ]
-                )
-            sizes = nearest.bincount(minlength=len(means))
-            weights = products(queries, means, softcap).exp()
-            density = (
-                (weights / (weights * sizes).sum(-1, keepdim=True))
-                .sum(0)
-                .masked_fill(sizes == 0, -1)
-            )
-            filled = int((sizes > 0).sum())
-            count = min(filled, max(min(probes, 1), int(probes * filled / BUCKETS + 0.5)))
-            read_numbers = density.argsort(descending=True)[:count]
-            chosen = torch.isin(
-                torch.cat([nearest, torch.full((num_keys - len(prompt),), -1)]), read_numbers
-            )
-        elif name == "twilight":
-            far = max(0, num_keys - window)
-            low, high = own[:far].amin(1, keepdim=True), own[:far].amax(1, keepdim=True)
-            rounded = ((own[:far] - low) / (high - low) * 15).round() / 15 * (high - low) + low
-            mass = products(queries, rounded, softcap).softmax(-1).mean(0)
-            count = min(far, max(min(probes, 1), int(probes * far / BUCKETS + 0.5)))
-            best = mass.argsort(descending=True)[:count]
-            chosen = torch.isin(position, best[mass[best].cumsum(0) - mass[best] < 0.95])
-        else:
-            buckets = torch.cat(
-                [
-                    router.assign(0, k[:, :, i : i + 1], k[:, :, i : i + 1])[0, head]
-                    for i in range(num_keys)
-                ]
-            )
-            best = router.scores(0, q, q)[0, head].argsort(descending=True)[:probes]
-            chosen = torch.isin(buckets, best.int())
-        read.append(chosen | (position < SINK) | (position >= num_keys - window))
-    return read
-
-
 @pytest.mark.parametrize(
     ("name", "softcap"), [*dict.fromkeys(ROUTERS).items(), ("clusters", 0.3), ("twilight", 0.3)]
 )
@@ -199,15 +116,15 @@ def test_the_keys_that_are_read(
         router, k, q, padding if len(lengths) > 1 else None, Probes(probes), softcap
     )
     for row, length in enumerate(lengths):
-        own = k[row : row + 1, :, longest - length :]
-        for head, read in enumerate(
-            keys_to_read(name, router, own, q[row : row + 1], window, probes, softcap)
-        ):
+        for head in range(KV_HEADS):
+            keys = k[row, head, longest - length :]
+            queries = q[row, 2 * head : 2 * head + 2, 0]
+            one = Head(keys, queries, window, probes, BUCKETS, softcap, router)
+            read = keys_of_a_token(name, one, SINK)
             assert counts[row, head] == read.sum()
             if probes == BUCKETS and name not in PARTIAL:
                 assert read.all()
-            keys = own[0, head]
-            scores = products(q[row, 2 * head : 2 * head + 2, 0], keys, softcap)
+            scores = capped_products(queries, keys, softcap)
             weights = scores.masked_fill(~read, -torch.inf).softmax(-1)
             torch.testing.assert_close(
                 out[row, 2 * head : 2 * head + 2, 0], weights @ keys.flip(-1)
