@@ -49,7 +49,7 @@ from msattn.kernels.common.primitives import (
 )
 from msattn.kernels.common.registration import USE_NO_GRAD, empty_decoding, register_op
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
-from msattn.kernels.common.splits import merge_splits, one_wave_splits
+from msattn.kernels.common.splits import Parts, one_wave_splits
 from msattn.kernels.reference import bucket_decode as reference
 from msattn.kernels.types import Backend, BucketIndex, SparseAttention
 
@@ -204,11 +204,10 @@ def launch(
         x if x.stride(2) == 1 else x.contiguous() for x in (offsets, order, probes)
     )
 
-    part_out = q.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
-    part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
+    parts = Parts.empty(q, splits)
     _split_bucket_decode_kernel[(splits, kv_heads, batch)](
         q, k, v, offsets, order, probes, recent_of, kv_start,
-        kv_len, counts, part_max, part_sum, part_out,
+        kv_len, counts, *parts,
         q.stride(0), q.stride(1), q.stride(3), *k.stride(), *v.stride(),
         *offsets.stride()[:2], *order.stride()[:2], *probes.stride()[:2],
         group, num_keys, order.shape[2], offsets.shape[2] - 1, probes.shape[2],
@@ -218,10 +217,7 @@ def launch(
         PRECISION=precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages, **pdl_args(q.device),
     )  # fmt: skip
-    out = q.new_empty((batch, q_heads, 1, head))
-    lse = q.new_empty((batch, q_heads, 1), dtype=torch.float32)
-    merge_splits(part_max, part_sum, part_out, out, lse)
-    return out, lse
+    return parts.merged(q.dtype)
 
 
 def _reference(

@@ -6,7 +6,9 @@ once, ``tiles`` that of key tiles to be divided.
 
 import math
 from functools import lru_cache
+from typing import NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from msattn.kernels.common.primitives import (
@@ -66,6 +68,32 @@ def one_wave_splits(blocks: int, concurrent: int, tiles: int, limit: int | None 
     """
     splits = max(1, min(concurrent // blocks, tiles))
     return splits if limit is None else min(splits, limit)
+
+
+class Parts(NamedTuple):
+    """Partial results of the S splits of a decoding step, in the order in which kernels take them:
+    row maxima (base 2) and sums of exponentials ``[B, Hq, S]``, weighted sums of values
+    ``[B, Hq, S, D]``, all fp32.
+    """
+
+    maxima: Tensor
+    sums: Tensor
+    out: Tensor
+
+    @classmethod
+    def empty(cls, q: Tensor, splits: int) -> Self:
+        """Returns uninitialized ones for queries ``q [B, Hq, n, D]``."""
+        batch, heads, _, head = q.shape
+        out = q.new_empty((batch, heads, splits, head), dtype=torch.float32)
+        return cls(torch.empty_like(out[..., 0]), torch.empty_like(out[..., 0]), out)
+
+    def merged(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns the output ``[B, Hq, 1, D]`` of the given dtype and the LSE ``[B, Hq, 1]``."""
+        batch, heads, _, head = self.out.shape
+        out = self.out.new_empty((batch, heads, 1, head), dtype=dtype)
+        lse = self.out.new_empty((batch, heads, 1))
+        merge_splits(*self, out, lse)
+        return out, lse
 
 
 def merge_splits(

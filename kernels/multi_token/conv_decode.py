@@ -31,7 +31,6 @@ at the end of the keys; then the merge kernel.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import (
@@ -52,7 +51,7 @@ from msattn.kernels.common.primitives import (
     triton,
 )
 from msattn.kernels.common.registration import register_op
-from msattn.kernels.common.splits import choose_splits, merge_splits
+from msattn.kernels.common.splits import Parts, choose_splits
 from msattn.kernels.multi_token.checks import check_convolution, key_taps_before
 from msattn.kernels.multi_token.reference import conv_decode as reference
 from msattn.kernels.types import Backend, ConvMask
@@ -169,21 +168,17 @@ def launch(
         )
     )
 
-    part_out = q_window.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
-    part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
+    parts = Parts.empty(q_window, splits)
     _split_conv_decode_kernel[(splits * head_blocks, kv_heads, batch)](
-        q_window, k, v, weight.contiguous(), kv_start, kv_len, part_max,
-        part_sum, part_out, *q_window.stride(), *k.stride(), *v.stride(),
+        q_window, k, v, weight.contiguous(), kv_start, kv_len, *parts,
+        *q_window.stride(), *k.stride(), *v.stride(),
         group, head_blocks, num_keys, key_taps_before(weight), scale * LOG2_E,
         HEAD=head, WINDOW=window, TAPS=taps, BA=max(4, triton.next_power_of_2(window)),
         BC=taps_width, BW=STREAMS, BD=cols, PRECISION=PRECISION,
         KEY_MASK=mask == "key", STREAMED=streamed, num_warps=4, num_stages=stages,
         **pdl_args(q_window.device),
     )  # fmt: skip
-    out = q_window.new_empty((batch, q_heads, 1, head))
-    lse = q_window.new_empty((batch, q_heads, 1), dtype=torch.float32)
-    merge_splits(part_max, part_sum, part_out, out, lse)
-    return out
+    return parts.merged(q_window.dtype)[0]
 
 
 def _empty(q_window: Tensor, *others: Any) -> Tensor:

@@ -56,7 +56,7 @@ from msattn.kernels.common.primitives import (
 )
 from msattn.kernels.common.registration import USE_NO_GRAD, empty_decoding, on_pages, register_op
 from msattn.kernels.common.softcap import cap_scores, unscaled_limit
-from msattn.kernels.common.splits import merge_splits, one_wave_splits
+from msattn.kernels.common.splits import Parts, one_wave_splits
 from msattn.kernels.reference import paged as reference
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
 
@@ -183,11 +183,10 @@ def launch(
         table.new_empty((batch, kv_heads, splits, size)) for size in (num_words, listed)
     )
 
-    part_out = q.new_empty((batch, q_heads, splits, head), dtype=torch.float32)
-    part_max, part_sum = (torch.empty_like(part_out[..., 0]) for _ in range(2))
+    parts = Parts.empty(q, splits)
     _split_paged_bucket_decode_kernel[(splits, kv_heads, batch)](
         q, k, v, table, kv_len, k_scale, v_scale, buckets, probes,
-        recent_of, counts, words, slots, part_max, part_sum, part_out,
+        recent_of, counts, words, slots, *parts,
         q.stride(0), q.stride(1), q.stride(3), *k.stride()[:3], *v.stride()[:3],
         table.stride(0), head_stride(k_scale), head_stride(v_scale),
         *buckets.stride(), *probes.stride()[:2],
@@ -198,10 +197,7 @@ def launch(
         BS=SCAN, PRECISION=precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages, **pdl_args(q.device),
     )  # fmt: skip
-    out = q.new_empty((batch, q_heads, 1, head))
-    lse = q.new_empty((batch, q_heads, 1), dtype=torch.float32)
-    merge_splits(part_max, part_sum, part_out, out, lse)
-    return out, lse
+    return parts.merged(q.dtype)
 
 
 def _reference(recent_of: Tensor | None, recent: int, **others: Any) -> SparseAttention:
