@@ -342,14 +342,21 @@ def left_padding(attention_mask: Tensor) -> list[int]:
     return padding
 
 
-@cache
-def _register() -> None:
+def register_implementation(
+    name: str, attention: Callable[..., Any], mask: Callable[..., Any]
+) -> None:
+    """Registers an attention implementation of transformers, with the function of its masks."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+
+
+@cache
+def _register() -> None:
     for name in (IMPLEMENTATION, BATCHED_IMPLEMENTATION):
-        AttentionInterface.register(name, _tapped_attention)
-        AttentionMaskInterface.register(name, _mask_of_layers)
+        register_implementation(name, _tapped_attention, _mask_of_layers)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 
 from msattn.trainer.artifacts.model_config import KEY, OWN, settings_of
 from msattn.trainer.errors import ModelWarning, UserError
+from msattn.trainer.models.tap import register_implementation
 from msattn.trainer.serving.attach import enable
 from msattn.trainer.serving.options import AttachOptions, artifact_options
 
@@ -41,11 +42,7 @@ def register() -> None:
     read blocks of a training-free selection, with a warning. :func:`msattn.enabled` returns the
     sparse attention of the model.
     """
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
-    AttentionInterface.register(NAME, _refuse)
-    AttentionMaskInterface.register(NAME, _refuse)
+    register_implementation(NAME, _refuse, _refuse)
     register_module_module_registration_hook(_find_model)
 
 
