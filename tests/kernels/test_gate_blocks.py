@@ -17,6 +17,8 @@ from tests.kernels.gates import CASES, doubled, pooled, random_arguments
 from tests.kernels.shared import BACKENDS, assert_cuda_graph
 
 SINK = 1
+# these take 7 to 20 s each when they are interpreted
+LARGE = ("three queries a key", "seven queries a key", "several tiles")
 # a share of the rows keeps its best blocks, and the threshold adds others
 LIMIT = {"threshold": 1.4, "exponent": -1.0, "edge_exponent": -0.5, "above": 2.0}
 
@@ -52,7 +54,9 @@ def given_scores(kind: str, arguments: dict[str, Any], shape: torch.Size) -> dic
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["pooled", "last queries", "last rows"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=pytest.mark.slow) if x in LARGE else x for x in CASES]
+)
 def test_selects_the_best_blocks_of_the_scores(
     case: str, kind: str, backend: Backend, device: str, poisoned: None
 ) -> None:
