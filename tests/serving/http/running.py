@@ -4,7 +4,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -79,11 +79,21 @@ class Running:
         return float(found[1]) if found else 0.0
 
     def raw(self, data: bytes) -> bytes:
-        """Returns the answer to bytes that need not be HTTP."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS) as connection:
-            connection.sendall(data)
-            connection.shutdown(socket.SHUT_WR)
-            return b"".join(iter(lambda: connection.recv(65536), b""))
+        """Returns the answer to bytes that need not be HTTP. A server that closes before it has
+        read them all resets the connection: after its answer on the wire, but perhaps before this
+        has sent the rest.
+        """
+        answer = bytearray()
+        with (
+            socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS) as connection,
+            suppress(ConnectionError),
+        ):
+            with suppress(ConnectionError):
+                connection.sendall(data)
+                connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(65536):
+                answer += part
+        return bytes(answer)
 
 
 def eventually(condition: Callable[[], bool]) -> None:
