@@ -18,8 +18,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -27,6 +25,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from msattn.kernels.bench.timing import time_ms
 from msattn.trainer.config import GateConfig
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError, first_line, run_program
@@ -166,24 +165,13 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, given: CommonAttentionMetad
     )  # fmt: skip
 
 
-def milliseconds(call: Callable[[], Any], runs: int) -> float:
-    """Returns the median time of a call, after one that compiles."""
-    call()
-    times = []
-    for _ in range(runs):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return median(times)
-
-
 def measure(layer: Layer, shape: Shape, runs: int) -> dict[str, float]:
     """Returns the time of each attention, in milliseconds, and the share of the blocks read."""
     layer.sparse.statistics.clear()
-    row = {name: milliseconds(call, runs) for name, call in layer.calls(shape).items()}
+    row = {
+        name: time_ms(call, layer.device, repeats=runs).median
+        for name, call in layer.calls(shape).items()
+    }
     left_out, _ = layer.sparse.statistics.sparsity()
     return row | {"read": 1.0 if left_out is None else 1 - left_out}
 

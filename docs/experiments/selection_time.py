@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from msattn.kernels.bench.timing import peak_memory_gb, time_ms
 from msattn.kernels.best_blocks import best_blocks
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.common import gate_rows
@@ -117,18 +118,9 @@ def masks(problem: Problem) -> tuple[Tensor, Tensor]:
     return visible[None, None], visible & ((c < ratio) | (c >= local))
 
 
-def ms(call: Callable[[], Any], runs: int = 5) -> float:
+def ms(call: Callable[[], Any]) -> float:
     """Returns the median time of a call."""
-    call()
-    times = []
-    for _ in range(runs):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return sorted(times)[runs // 2]
+    return time_ms(call, "cuda", repeats=5).median
 
 
 def kernel_ms(call: Callable[[], Any], runs: int = 3) -> dict[str, float]:
@@ -143,17 +135,6 @@ def kernel_ms(call: Callable[[], Any], runs: int = 3) -> dict[str, float]:
         event.key: event.self_device_time_total / 1000 / runs for event in profile.key_averages()
     }
     return dict(sorted(times.items(), key=lambda item: -item[1])[:9])
-
-
-def peak_gb(call: Callable[[], Any]) -> float:
-    """Returns the memory that a call takes beyond what is allocated before."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 1e9
 
 
 def differing(problem: Problem) -> tuple[float, float]:
@@ -205,8 +186,8 @@ def row(length: int, size: int, keys: int) -> None:
     del scores, wanted
     times += [ms(partial(problem.select, **question)), ms(partial(problem.attend, bits))]
     memory = [
-        peak_gb(problem.select),
-        peak_gb(lambda: best_blocks(gate_scores(**problem.gate), **limit)),
+        peak_memory_gb(problem.select, "cuda"),
+        peak_memory_gb(lambda: best_blocks(gate_scores(**problem.gate), **limit), "cuda"),
     ]
     wrong, read = differing(problem)
     numbers = ",".join(f"{x:.3g}" for x in (*times, times[2] / times[-1], *memory))
