@@ -23,7 +23,7 @@ from msattn.trainer.methods.untrained import untrained_router
 from msattn.trainer.models import EMBEDDED
 from msattn.trainer.serving import build
 from msattn.trainer.serving.attach import Sparse
-from msattn.trainer.serving.options import AttachOptions
+from msattn.trainer.serving.build import AttachOptions
 from tests.factory import random_partition, random_tokens, tiny_model
 
 

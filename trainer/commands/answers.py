@@ -22,9 +22,8 @@ from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.ends import end_tokens
 from msattn.trainer.models.loading import config_and_tokenizer
 from msattn.trainer.models.timing import TokenClock
-from msattn.trainer.serving.build import check_options, load_router
+from msattn.trainer.serving.build import AttachOptions, check_options, load_router
 from msattn.trainer.serving.dispatch import Dispatch
-from msattn.trainer.serving.options import AttachOptions
 from msattn.trainer.training.tracker import Tracker
 
 

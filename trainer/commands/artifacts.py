@@ -47,8 +47,7 @@ def configure(model: str, settings: Sequence[str]) -> None:
     """Checks options against a model, writes them into its ``config.json``, and prints them."""
     from msattn.trainer.artifacts.model_config import KEY, OWN, as_file, with_settings
     from msattn.trainer.models.loading import pretrained_config
-    from msattn.trainer.serving.build import check_options
-    from msattn.trainer.serving.options import artifact_options
+    from msattn.trainer.serving.build import artifact_options, check_options
 
     name = f"configure {shown(model)}"
     folder = local_folder(model)

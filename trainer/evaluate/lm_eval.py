@@ -18,8 +18,8 @@ from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError, report_error, warnings_as_lines
 from msattn.trainer.evaluate.tasks.harness_tasks import INSTALL
 from msattn.trainer.serving.attach import enable
+from msattn.trainer.serving.build import ARTIFACT_KEYS, artifact_options
 from msattn.trainer.serving.implementation import configured_options
-from msattn.trainer.serving.options import ARTIFACT_KEYS, artifact_options
 
 
 @cache

@@ -22,11 +22,10 @@ from msattn.trainer.models.identity import fingerprint
 from msattn.trainer.models.parallel import head_shard
 from msattn.trainer.models.tap import tap
 from msattn.trainer.serving.attend import Sparse
-from msattn.trainer.serving.build import ModelInfo, build_sparse, check_model, load
+from msattn.trainer.serving.build import AttachOptions, ModelInfo, build_sparse, check_model, load
 from msattn.trainer.serving.engines.generate_batch import batching
 from msattn.trainer.serving.graphs.steps import DecodingSteps
 from msattn.trainer.serving.hooks import hooked, padding_before_text
-from msattn.trainer.serving.options import AttachOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

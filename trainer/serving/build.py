@@ -1,21 +1,26 @@
-"""Construction of the sparse attention of a model, for any engine that runs it: transformers or
-vLLM. Artifacts are loaded, and checked against the model.
+"""Construction of the sparse attention of a model from the options of :func:`msattn.attach`, for
+any engine that runs it: transformers or vLLM. Artifacts are loaded, and checked against the model.
 """
 
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import numpy as np
 import torch
+from pydantic import BeforeValidator
 from torch import nn
 from transformers import PreTrainedConfig
 
 from msattn.trainer import artifacts
 from msattn.trainer.config import SelectConfig
+from msattn.trainer.config.commands import BudgetOptions, ReadOptions
+from msattn.trainer.config.schema import Flag, Instance, Sparsity, schema
 from msattn.trainer.config.select import ROUTERS, select_config
 from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.config.values import one_of, require
@@ -45,12 +50,65 @@ from msattn.trainer.models.rope import Rotation
 from msattn.trainer.models.timing import PhaseTimer
 from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.dispatch import Dispatch, Routing
-from msattn.trainer.serving.options import AttachOptions
 from msattn.trainer.serving.statistics import Statistics
 from msattn.trainer.storage.replace import current_folder
 
 # options that only a router uses
 DECODING = ("threshold", "keys", "probes", "recent", "sink", "dense_layers")
+GATE = "a gate of phase prefill, or the folder or Hub id of one"
+SELECT = "a name, a dictionary, a SelectConfig or a Selection"
+ROUTER = (
+    "a query classifier, a decode gate, a k-means or another Router, its name, or the folder "
+    "or Hub id of an artifact"
+)
+Switch = Annotated[
+    Flag, BeforeValidator(lambda value: bool(value) if isinstance(value, np.bool_) else value)
+]
+
+
+@schema(kw_only=True)
+class AttachOptions(BudgetOptions):
+    """The options of :func:`msattn.attach`, which explains them, and their types; those that the
+    configuration also has are inherited from it.
+    """
+
+    gate: Annotated[Gate | str | Path | None, Instance(GATE)] = None
+    select: Annotated[Selection | SelectConfig | Mapping | str | None, Instance(SELECT)] = None
+    sparsity: Sparsity | None = None
+    qmodel: Annotated[Router | str | Path | None, Instance(ROUTER)] = None
+    independent: Switch = False
+    strict: Switch = False
+    cuda_graphs: Switch = True
+    measure_recall: Switch = False
+    measure_time: Switch = False
+
+    def __post_init__(self) -> None:
+        self.check_budget()
+
+
+# options that vLLM and config.json also take: what is attached, and what is read
+ARTIFACT_KEYS = (
+    "gate",
+    "select",
+    "sparsity",
+    "qmodel",
+    *(item.name for item in fields(ReadOptions)),
+)
+
+
+def artifact_options(given: Any, where: str) -> AttachOptions:
+    """Returns the options of artifacts given by a file or an engine; ``where`` begins the UserError
+    for unknown names.
+    """
+    require(
+        isinstance(given, Mapping),
+        where,
+        given,
+        f"expected a mapping with {', '.join(ARTIFACT_KEYS)}",
+    )
+    for name in given:
+        require(name in ARTIFACT_KEYS, where, name, f"expected {', '.join(ARTIFACT_KEYS)}")
+    return AttachOptions(**given)
 
 
 class ModelInfo(NamedTuple):
@@ -75,7 +133,7 @@ def build_sparse(
     """Builds the sparse attention of a model of a supported family; raises UserError like
     :func:`msattn.attach`.
     """
-    gate, qmodel, config = options.gate, options.qmodel, model.config
+    gate, router, config = options.gate, options.qmodel, model.config
     require(
         model.dtype != torch.float64,
         "model.dtype",
@@ -83,38 +141,32 @@ def build_sparse(
         "expected float32, float16 or bfloat16",
     )
     gate = Gate.load(gate) if isinstance(gate, str | Path) else gate
-    router = load_router(qmodel, config) if isinstance(qmodel, str | Path) else qmodel
+    router = load_router(router, config) if isinstance(router, str | Path) else router
     selection, chosen = _selection(options, gate)
     if selection is None and router is None:
         raise UserError("attach: nothing to attach; give gate=, select= or qmodel=")
     _check_artifacts(model, selection, router, warn, strict=options.strict)
-    decoding = _decoding(router, options, config, warn)
+    routed = _routing(router, options, config, warn)
     shard = model.shard()
     if not shard.is_whole:
         selection = _sharded(selection, chosen, shard)
-        if router is not None:
-            router = router.shard(shard)
-            decoding["layers"] &= frozenset(router.layers)
-    device = model.to_device(None if selection is None else selection.gate, router)
+        if routed is not None:
+            part = routed.router.shard(shard)
+            routed = replace(routed, router=part, layers=routed.layers.intersection(part.layers))
+    device = model.to_device(
+        None if selection is None else selection.gate, None if routed is None else routed.router
+    )
     group = num_heads(config) // num_kv_heads(config)
     statistics = Statistics(
         PhaseTimer(device) if options.measure_time else None,
         reads_per_head=group if options.independent else 1,
     )
-    routed, below = None, options.dense_below
-    if router is not None:
-        routed = Routing(router=router, **decoding, independent=options.independent)
-    if below is None:
-        dispatch = Dispatch(
-            selection,
-            routed,
-            _prompt_break_even(chosen, device),
-            _break_even(model, routed, device),
-        )
+    if (below := options.dense_below) is None:
+        lengths = _prompt_break_even(chosen, device), _token_break_even(model, routed, device)
     else:
-        dispatch = Dispatch(selection, routed, below, lambda batch: below)
+        lengths = below, lambda batch: below
     return Sparse(
-        dispatch,
+        Dispatch(selection, routed, *lengths),
         statistics,
         rotation=Rotation.of(config, device),
         kv_heads=num_kv_heads(config) // shard.ranks,
@@ -219,14 +271,13 @@ def _prompt_break_even(select: SelectConfig | None, device: torch.device) -> int
     return prefill_break_even(select.sparsity, device)
 
 
-def _decoding(
+def _routing(
     router: Router | None,
     options: AttachOptions,
     config: PreTrainedConfig,
     warn: Callable[[str], None],
-) -> dict[str, Any]:
-    """Returns the budget of a router, its layers that are not dense, and the numbers of first and
-    last keys read besides.
+) -> Routing | None:
+    """Returns how new tokens read the buckets of a router.
 
     Raises UserError for a budget that the router cannot serve, a number that is out of range or has
     no use, or a router for another model.
@@ -238,7 +289,7 @@ def _decoding(
                 raise UserError(
                     f"{name}={value!r}: only decoding with a router uses it; give qmodel="
                 )
-        return {}
+        return None
     router.check_model(config)
     numbers, last = router.decode_numbers(given), num_layers(config) - 1
     dense = numbers.pop("dense_layers")
@@ -248,10 +299,16 @@ def _decoding(
     )
     if budget == Probes(router.num_buckets) and options.probes is options.keys is None:
         warn(f"probes={router.num_buckets} by default: every bucket is read, so decoding is dense")
-    return {"budget": budget, "layers": frozenset(router.layers).difference(dense), **numbers}
+    return Routing(
+        router=router,
+        budget=budget,
+        layers=frozenset(router.layers).difference(dense),
+        independent=options.independent,
+        **numbers,
+    )
 
 
-def _break_even(
+def _token_break_even(
     model: ModelInfo, routed: Routing | None, device: torch.device
 ) -> Callable[[int], int]:
     """Returns the function from a batch size to the number of keys from which new tokens read
@@ -280,27 +337,27 @@ def load(path: str | Path) -> Gate | KMeans | QModel | DecodeGate:
     return artifacts.KINDS[artifacts.read_kind(path)].load(path)
 
 
-def load_router(qmodel: str | Path, config: PreTrainedConfig) -> Router:
+def load_router(router: str | Path, config: PreTrainedConfig) -> Router:
     """Returns the training-free router of this name, for the model with this ``config``, or loads a
     router.
 
     From a folder with several, loads the one that has precedence. A str that is a name is not a
     folder; ``./quest`` is.
     """
-    if isinstance(qmodel, str) and qmodel in ROUTERS:
-        return untrained_router(qmodel).for_model(
+    if isinstance(router, str) and router in ROUTERS:
+        return untrained_router(router).for_model(
             config, PRESETS.num_buckets, served_layers(config), seed=0
         )
     if (
-        isinstance(qmodel, str)
-        and qmodel.isidentifier()
-        and not os.path.lexists(current_folder(Path(qmodel)))
+        isinstance(router, str)
+        and router.isidentifier()
+        and not os.path.lexists(current_folder(Path(router)))
     ):
-        one_of("qmodel", qmodel, (*ROUTERS, "embedded", "the folder or Hub id of an artifact"))
-    artifact = load(artifacts.find(qmodel, *artifacts.ROUTER_KINDS))
+        one_of("qmodel", router, (*ROUTERS, "embedded", "the folder or Hub id of an artifact"))
+    artifact = load(artifacts.find(router, *artifacts.ROUTER_KINDS))
     if isinstance(artifact, Gate):
         accepted = "expected a qmodel, a decode_gate or a kmeans artifact"
-        raise UserError(f"qmodel={qmodel}: this is a gate for prefill; {accepted}")
+        raise UserError(f"qmodel={router}: this is a gate for prefill; {accepted}")
     return artifact
 
 

@@ -20,7 +20,7 @@ from msattn.trainer.artifacts.model_config import KEY, OWN, settings_of
 from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.models.tap import register_implementation
 from msattn.trainer.serving.attach import enable
-from msattn.trainer.serving.options import AttachOptions, artifact_options
+from msattn.trainer.serving.build import AttachOptions, artifact_options
 
 NAME = "msattn"
 DEFAULT = "vertical_slash"  # selection of models whose files name nothing

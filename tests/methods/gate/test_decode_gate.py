@@ -29,8 +29,7 @@ from msattn.trainer.methods.gate.decode_distillation import (
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.key_thresholds import calibrate_keys
 from msattn.trainer.models.layer_attention import Angles, LayerInputs, Scoring
-from msattn.trainer.serving.build import load_router
-from msattn.trainer.serving.options import QMODEL
+from msattn.trainer.serving.build import ROUTER, load_router
 from tests.factory import inputs_of_layers, random_tokens, tiny_config, tiny_model
 from tests.methods.gate.random_gates import (
     BLOCK,
@@ -295,7 +294,7 @@ def test_gates_of_the_other_phase_are_refused_in_one_line(tmp_path: Path) -> Non
             {"gate": decode},
             "gate=DecodeGate: expected a gate of phase prefill, or the folder or Hub id of one",
         ),
-        ({"qmodel": prefill}, f"qmodel=Gate: expected {QMODEL}"),
+        ({"qmodel": prefill}, f"qmodel=Gate: expected {ROUTER}"),
         ({"gate": folder}, f"artifact {folder}: kind=decode_gate: expected gate"),
         ({"gate": tmp_path}, f"artifact {tmp_path}: the folder holds decode_gate; expected gate"),
         ({"qmodel": mixed}, f"artifact {mixed}: details.gate.phase=prefill: expected decode"),

@@ -16,10 +16,9 @@ from msattn.trainer.models.families import check_supported, num_kv_heads
 from msattn.trainer.models.identity import config_fingerprint
 from msattn.trainer.models.parallel import ModelShard
 from msattn.trainer.serving.attend import Sparse
-from msattn.trainer.serving.build import ModelInfo, build_sparse
+from msattn.trainer.serving.build import AttachOptions, ModelInfo, artifact_options, build_sparse
 from msattn.trainer.serving.engines.generate_batch import check_page_size, check_paged
 from msattn.trainer.serving.implementation import configured_options
-from msattn.trainer.serving.options import AttachOptions, artifact_options
 
 SECTION = "msattn"  # key in additional_config
 DRAFTS = ("ngram", "draft_model")  # methods of speculative decoding
