@@ -21,7 +21,8 @@ from msattn.trainer.finetune.trainer import FineTuner, checkpoint_activations, l
 from msattn.trainer.methods.blocks import visible_blocks
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.distillation import gate_loss
-from msattn.trainer.methods.selection import Selection, selected_attention
+from msattn.trainer.methods.selection import Selection
+from msattn.trainer.models.layer_attention import selected_attention
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from tests.factory import FAMILIES, embedded_tokenizer, random_tokens, tiny_model
 from tests.jobs import Job

@@ -25,7 +25,7 @@ from msattn.trainer.methods.untrained.scores.mean_pool import MeanPool
 from msattn.trainer.methods.untrained.scores.oracle import Oracle
 from msattn.trainer.methods.untrained.scores.quest import Quest
 from msattn.trainer.methods.untrained.scores.random import Random
-from msattn.trainer.models.layer_attention import attention_recall
+from msattn.trainer.models.layer_attention import attention_recall, selected_attention
 from msattn.trainer.models.tap import LayerInputs
 from tests.methods.layers import BLOCK, SHAPES, geometry, layer_inputs, row_candidates
 
@@ -352,9 +352,7 @@ def test_recall_is_the_probability_mass_of_the_blocks_read(num_queries, num_keys
     )
     real = seen.any(-1).expand(probs.shape[:-1])
     expected = (probs * read).sum(-1).sum((0, 2)) / real.sum((0, 2))
-    recall = attention_recall(
-        select.selected_attention(x, mask, BlockSizes(BLOCK, BLOCK)).lse, dense_lse
-    )
+    recall = attention_recall(selected_attention(x, mask, BlockSizes(BLOCK, BLOCK)).lse, dense_lse)
     torch.testing.assert_close(recall.double(), expected, rtol=1e-5, atol=1e-6)
 
 

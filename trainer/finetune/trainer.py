@@ -25,8 +25,9 @@ from msattn.trainer.config import SelectConfig
 from msattn.trainer.methods.blocks import visible_blocks
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.distillation import PrecomputedGradients, gate_loss
-from msattn.trainer.methods.selection import Selection, selected_attention
+from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.families import output_logits, text_config
+from msattn.trainer.models.layer_attention import selected_attention
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap, use_dense_attention
 
 # fp32 logits in memory at once: those of 32k tokens would take 17 GB with a vocabulary of 128k

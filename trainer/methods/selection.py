@@ -14,9 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from msattn.kernels.block_sparse_attention import block_sparse_attention
-from msattn.kernels.multiscale_attention import multiscale_attention
-from msattn.kernels.types import SparseAttention
 from msattn.trainer.config.policies import Best, CalibratedLayer, TokenBudget, TopK
 from msattn.trainer.config.select import SelectConfig
 from msattn.trainer.config.sizes import BlockSizes
@@ -31,7 +28,7 @@ from msattn.trainer.methods.blocks import (
 )
 from msattn.trainer.methods.thresholds import SHORT_ROWS, BlockThresholds, shortest_row
 from msattn.trainer.methods.untrained import untrained_scorer
-from msattn.trainer.models.layer_attention import LayerInputs, score_options, with_sinks
+from msattn.trainer.models.layer_attention import LayerInputs
 
 SCORE_BYTES = 2**30  # of block scores or projected keys in memory at once
 OWN_ALWAYS = ("sink_blocks", "local_blocks")  # what a gate records of AlwaysRead
@@ -226,22 +223,3 @@ def _calibrated(
         top_k if of_rows is None else CalibratedLayer(share * table.floor, *of_rows, above)
         for of_rows in thresholds
     ]
-
-
-def selected_attention(x: LayerInputs, selected: Tensor, sizes: BlockSizes) -> SparseAttention:
-    """Computes the attention of a layer over the selected blocks.
-
-    ``selected [B | 1, Hq | Hkv | 1, Tr, Tc]`` is a bool block mask or its bits for
-    ``block_sparse_attention``, or uint8 zooms for ``multiscale_attention``.
-    """
-    if selected.dtype == torch.uint8:
-        return with_sinks(
-            x,
-            multiscale_attention(
-                x.q, x.k, x.v, selected, block_size=sizes.queries, **score_options(x)
-            ),
-        )
-    return with_sinks(
-        x,
-        block_sparse_attention(x.q, x.k, x.v, selected, **sizes.arguments, **score_options(x)),
-    )

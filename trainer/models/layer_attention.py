@@ -17,6 +17,7 @@ from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.flash_decode import flash_decode
 from msattn.kernels.flash_decode.score_mod import softcap
 from msattn.kernels.maxpool_attention import maxpool_attention
+from msattn.kernels.multiscale_attention import multiscale_attention
 from msattn.kernels.types import MaxPoolAttention, SparseAttention
 from msattn.trainer.config.sizes import BlockSizes
 
@@ -169,10 +170,26 @@ def dense_attention(x: LayerInputs) -> Tensor:
         return causal_attention(x.q, x.k, x.v, scale=x.scale, kv_start=x.kv_start)
     rows, cols = (-(-tokens // SIZES.queries) for tokens in (x.num_queries, x.num_keys))
     every = torch.ones(1, 1, rows, cols, dtype=torch.bool, device=x.q.device)
+    return selected_attention(x, every, SIZES).out
+
+
+def selected_attention(x: LayerInputs, selected: Tensor, sizes: BlockSizes) -> SparseAttention:
+    """Computes the attention of a layer over the selected blocks.
+
+    ``selected [B | 1, Hq | Hkv | 1, Tr, Tc]`` is a bool block mask or its bits for
+    ``block_sparse_attention``, or uint8 zooms for ``multiscale_attention``.
+    """
+    if selected.dtype == torch.uint8:
+        return with_sinks(
+            x,
+            multiscale_attention(
+                x.q, x.k, x.v, selected, block_size=sizes.queries, **score_options(x)
+            ),
+        )
     return with_sinks(
         x,
-        block_sparse_attention(x.q, x.k, x.v, every, block_size=SIZES.queries, **score_options(x)),
-    ).out
+        block_sparse_attention(x.q, x.k, x.v, selected, **sizes.arguments, **score_options(x)),
+    )
 
 
 def causal_attention(

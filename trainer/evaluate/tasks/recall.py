@@ -29,9 +29,13 @@ from msattn.trainer.evaluate.tasks.reads import collect, keys_read
 from msattn.trainer.methods.base import INDEPENDENT, Method
 from msattn.trainer.methods.blocks import sparsity
 from msattn.trainer.methods.buckets import bucket_sizes
-from msattn.trainer.methods.selection import selected_attention
 from msattn.trainer.models.families import served_layers
-from msattn.trainer.models.layer_attention import attention_recall, block_map, with_sinks
+from msattn.trainer.models.layer_attention import (
+    attention_recall,
+    block_map,
+    selected_attention,
+    with_sinks,
+)
 from msattn.trainer.models.loading import Described, Loaded
 from msattn.trainer.models.tap import LayerInputs, run_tapped
 

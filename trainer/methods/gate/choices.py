@@ -20,9 +20,10 @@ from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import print_once
 from msattn.trainer.methods.base import Scorer
 from msattn.trainer.methods.gate.attn_gate import MEAN_WEIGHT, TARGET, Gate, GateScores
-from msattn.trainer.methods.selection import Selection, selected_attention
+from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, calibrate_blocks, shortest_row
 from msattn.trainer.methods.untrained.scores.oracle import Oracle
+from msattn.trainer.models.layer_attention import selected_attention
 from msattn.trainer.models.predictions import token_scores
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
 from msattn.trainer.progress import activity

@@ -28,8 +28,7 @@ from msattn.trainer.methods.blocks import (
 )
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.maps import BlockMaps
-from msattn.trainer.methods.selection import selected_attention
-from msattn.trainer.models.layer_attention import LayerInputs, attention_recall
+from msattn.trainer.models.layer_attention import LayerInputs, attention_recall, selected_attention
 from msattn.trainer.models.tap import run_backbone, run_tapped, tap
 
 if TYPE_CHECKING:

@@ -14,12 +14,13 @@ from msattn.kernels.types import SparseAttention
 from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.selection import Selection, selected_attention
+from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.layer_attention import (
     LayerInputs,
     Pooled,
     decoded_attention,
     dense_attention,
+    selected_attention,
 )
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.contiguous.buffers import Buffer, PooledKeys
