@@ -52,6 +52,7 @@ from msattn.trainer.evaluate.task import prepare, task_module, task_of
 from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks, prefill
 from msattn.trainer.methods.base import DENSE
 from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.scores import GATE_SCORERS
 from msattn.trainer.methods.thresholds import SPARSITIES
 from msattn.trainer.methods.untrained import untrained_scorer
 from msattn.trainer.progress import Progress
@@ -212,7 +213,7 @@ def methods_of(part: Part, cfg: Any, loaded: Any) -> list[ComparedSelection]:
     gate = Gate.load(part.gate)
     assert gate.artifact is not None
     artifacts.check_model(gate.artifact.manifest, loaded.fingerprint, strict=True)
-    method = gate.scorer(part.scores).method
+    method = GATE_SCORERS[part.scores].method
     method = method if part.seeds else method.of(source=run_of(part.gate))
     return [ComparedSelection(method, select, gate.to(loaded.model.device))]
 

@@ -24,8 +24,7 @@ BASELINES, ROUTERS = (
     )
     for kind in ("scores", "routers")
 )
-# name -> module in trainer/methods/gate
-GATE_SCORES = {"gate": "attn_gate", "gate_question": "question"}
+GATE_SCORES = ("gate", "gate_question")
 SCORES = (*GATE_SCORES, *BASELINES)
 BLOCK_SIZE = 64  # tokens
 

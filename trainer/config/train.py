@@ -208,7 +208,7 @@ class GateConfig:
     @property
     def sizes(self) -> BlockSizes:
         """The queries and keys of a block."""
-        return BlockSizes.configured("gate", self.block_size, self.key_block_size)
+        return BlockSizes(self.block_size, self.key_block_size or self.block_size)
 
     @property
     def cached_pools(self) -> tuple[str, ...]:
@@ -242,7 +242,7 @@ class GateConfig:
             self.key_block_size,
             "allowed only with gate.phase=prefill",
         )
-        _ = self.sizes  # refuses blocks of more keys than queries
+        BlockSizes.configured("gate", self.block_size, self.key_block_size)  # may refuse them
         fits = not decode or self.rope != "model"
         require(fits, "gate.rope", self.rope, "expected true or false with gate.phase=decode")
         allowed = decode or not self.qk_norm

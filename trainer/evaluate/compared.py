@@ -19,6 +19,7 @@ from msattn.trainer.evaluate.task import task_of
 from msattn.trainer.methods.base import CALIBRATED, DENSE, INDEPENDENT, ROPE, TOP_K, Method, Scorer
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.scores import GATE_SCORERS, GateScores
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import BlockThresholds
 from msattn.trainer.methods.untrained import untrained_router, untrained_scorer
@@ -351,7 +352,7 @@ def _block_selections(
     methods = []
     for path, gate in gates:
         cfg.select.check_gate(gate.cfg.sizes)  # before the weights are read
-        method = gate.scorer(cfg.select.scores).method.of(source=path.source)
+        method = GATE_SCORERS[cfg.select.scores].method.of(source=path.source)
         methods.append(ComparedSelection(method, cfg.select, gate))
         if cfg.select.policy == "calibrated" and not path.source:  # to compare the policies
             methods.append(
@@ -359,9 +360,7 @@ def _block_selections(
             )
         if cfg.select.scores != "gate" and not path.source:  # to compare the scores
             methods.append(
-                ComparedSelection(
-                    gate.scorer("gate").method, replace(cfg.select, scores="gate"), gate
-                )
+                ComparedSelection(GateScores.method, replace(cfg.select, scores="gate"), gate)
             )
     return methods + [
         ComparedSelection(untrained_scorer(name).method, replace(cfg.select, scores=name, **sizes))

@@ -13,6 +13,7 @@ from msattn.trainer.methods import selection as select
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.blocks import sparsity as share_unread
 from msattn.trainer.methods.gate.attn_gate import pool_keys
+from msattn.trainer.methods.gate.scores import GATE_SCORERS
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.layer_attention import Pooled, selected_attention
 from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_model
@@ -73,7 +74,9 @@ def test_gates_select_what_policies_select_from_their_scores(
         chunk = replace(layer, **last, pooled=Pooled(pooled, layer.num_keys))
         always = AlwaysRead(1, 1, dense_queries=10, short_rows=2)
         for x, policy in itertools.product((layer, chunk, replace(chunk, ends_prompt=False)), best):
-            selection = Selection(policy, gate.scorer(scores), always, earlier=[TopK(0.7)] * 2)
+            selection = Selection(
+                policy, GATE_SCORERS[scores](gate), always, earlier=[TopK(0.7)] * 2
+            )
             wanted = selection.choose(selection.scorer(x), x)
             assert torch.equal(selection.blocks(x), pack_blocks(wanted))
             found, candidates = selection.blocks(x), selection.candidates(x)

@@ -89,9 +89,7 @@ def _line(quality: Quality, name: str, rows: list[EvalRow]) -> Line:
     first = next((row for row in rows if row.method.is_trained), rows[0])
     # rows of the gate's other scores are comparisons with these
     if first.method.name in GATE_SCORES:
-        rows = [
-            row for row in rows if row.method.name not in GATE_SCORES.keys() - {first.method.name}
-        ]
+        rows = [row for row in rows if row.method.name not in {*GATE_SCORES} - {first.method.name}]
     reference = min((row for row in rows if row.method == first.method), key=_reads)
     near = [
         _in_setting([row for row in rows if row.method == method], reference)

@@ -92,7 +92,7 @@ def _add_maps(maps: BlockMaps, x: LayerInputs, selection: Selection) -> None:
     """
     sizes, scores = selection.sizes, selection.scorer(x)
     visible = visible_blocks(x, sizes)
-    target = "mass" if selection.gate is None else selection.gate.cfg.target
+    target: Any = "mass" if selection.gate is None else selection.gate.cfg.target
     maps.add(x.layer, visible, Oracle(*sizes, target)(x), scores, selection.choose(scores, x) > 0)
 
 

@@ -22,6 +22,7 @@ from msattn.trainer.methods.base import DENSE, RANDOM_WEIGHTS
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.scores import GATE_SCORERS
 from msattn.trainer.serving.contiguous.install import install_layers
 
 ALWAYS_DENSE = 10**9  # keys; no cache is as long
@@ -144,7 +145,7 @@ def random_gate(cfg: EvalRunConfig, model: PreTrainedModel) -> ComparedSelection
     # random weights have no thresholds
     policy = "topk" if cfg.select.policy == "calibrated" else cfg.select.policy
     gate = Gate.build(model.config, shape).requires_grad_(False).to(model.device)
-    method = gate.scorer(cfg.select.scores).method.of(RANDOM_WEIGHTS)
+    method = GATE_SCORERS[cfg.select.scores].method.of(RANDOM_WEIGHTS)
     return ComparedSelection(method, cfg.select.with_policy(policy), gate)
 
 

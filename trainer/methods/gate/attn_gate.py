@@ -12,7 +12,7 @@ Gates are trained without them, because gates that had them as inputs selected w
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast, final
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import torch
 from annotated_types import Interval
@@ -25,13 +25,11 @@ from msattn.kernels.gate_scores import gate_scores
 from msattn.kernels.pool_blocks import pool_blocks
 from msattn.kernels.types import MaxPoolAttention
 from msattn.trainer import artifacts, models
-from msattn.trainer.config import BlockSizes, GateConfig
+from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.base import GateScorer, Method
 from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, RowCandidates, row_span
-from msattn.trainer.methods.gate import scorer_class
 from msattn.trainer.methods.gate.artifact import GateArtifact, Shape
-from msattn.trainer.methods.thresholds import Allocation, BlockThresholds
+from msattn.trainer.methods.thresholds import BlockThresholds
 from msattn.trainer.models import rope
 from msattn.trainer.models.layer_attention import LayerInputs, block_map
 from msattn.trainer.models.parallel import ModelShard
@@ -302,10 +300,6 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
         """Returns dense attention of a layer and the block map that its gates learn."""
         return block_map(x, self.cfg.sizes, cast(str, self.cfg.target))
 
-    def scorer(self, name: str) -> "GateScores":
-        """Returns the block scores by these gates that have this name in ``select.scores``."""
-        return scorer_class(name)(self)
-
     def shard(self, part: ModelShard) -> "Gate":
         """Returns the gates of the layers and heads of a rank."""
         own = self._part(part, layers=part.own(self.layer_numbers))
@@ -349,8 +343,8 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
         limit: Mapping[str, Any],
         **given: Any,
     ) -> Tensor:
-        """Selects blocks by :meth:`scores`, see :class:`~msattn.trainer.methods.base.GateScorer`;
-        ``given`` as there.
+        """Selects blocks by :meth:`scores`, see
+        :class:`~msattn.trainer.methods.gate.scores.GateScores`; ``given`` as there.
         """
         return gate_blocks(
             **self._arguments(x),
@@ -402,52 +396,6 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
         model that do not rotate.
         """
         return self.inv_freq if x.rotates and self.cfg.rope is True else None
-
-
-@dataclass(frozen=True)
-class GateScores(GateScorer):
-    """Scores blocks by the probabilities of a trained gate.
-
-    The last row block often holds a question in which only some tokens look far back, which pooling
-    hides. With ``last_block="queries"`` its scores are therefore the largest probability over the
-    pooled queries and each of the last ``block_size`` queries; this applies only to the last chunk
-    of a prompt. With ``"pooled"`` only the pooled queries count, as in the paper.
-    """
-
-    method: ClassVar = Method(
-        "gate", trained=True, style={"color": "#0072B2", "marker": "o"}, other_color="#7B68EE"
-    )
-    allocation: ClassVar = Allocation(floor=0.5, pooled=True)
-    last_chunk_needs_keys: ClassVar = False
-    gate: Gate
-    last_block: str = "queries"
-
-    @property
-    def sizes(self) -> BlockSizes:
-        return self.gate.cfg.sizes
-
-    @final
-    def __call__(self, x: LayerInputs) -> Tensor:
-        return self.gate.scores(x, **self.given(x))
-
-    @final
-    def select(
-        self,
-        x: LayerInputs,
-        candidates: RowCandidates,
-        counts: Tensor,
-        limit: Mapping[str, Any],
-    ) -> Tensor:
-        return self.gate.select(x, candidates, counts, limit, **self.given(x))
-
-    def given(self, x: LayerInputs) -> dict[str, Any]:
-        """Returns what the scores of a pass take into account besides pooled queries, arguments of
-        :meth:`Gate.scores`. Scores of another kind override this, for :meth:`select` too.
-        """
-        return {"last_queries": self.last_block == "queries" and x.ends_prompt}
-
-
-scorer = GateScores
 
 
 def check_keys(x: LayerInputs) -> None:

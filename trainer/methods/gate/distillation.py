@@ -28,6 +28,7 @@ from msattn.trainer.methods.blocks import (
 )
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.gate.maps import BlockMaps
+from msattn.trainer.methods.gate.scores import GateScores
 from msattn.trainer.models.layer_attention import LayerInputs, attention_recall, selected_attention
 from msattn.trainer.models.tap import run_backbone, run_tapped, tap
 
@@ -199,7 +200,7 @@ def gate_recall(
         def recall(mask: Tensor) -> Tensor:
             return attention_recall(selected_attention(x, mask, sizes).lse, dense.lse).mean()
 
-        scores = {"gate": gate.scorer("gate")(x), "oracle": normalize_rows(dense.pooled)}
+        scores = {"gate": GateScores(gate)(x), "oracle": normalize_rows(dense.pooled)}
         recalls.add(scores, candidates, x.layer, recall, maps)
         return dense.out
 

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import FinetuneConfig, TrainGateConfig
-from msattn.trainer.config.select import GATE_SCORES
 from msattn.trainer.errors import print_once
 from msattn.trainer.methods.buckets import decode_defaults, decode_window
 from msattn.trainer.methods.gate.attn_gate import Gate
@@ -27,6 +26,7 @@ from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller,
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import RECALL_SPARSITIES, GateDistiller, gate_recall
 from msattn.trainer.methods.gate.maps import BlockMaps
+from msattn.trainer.methods.gate.scores import GATE_SCORERS
 from msattn.trainer.methods.key_thresholds import calibrate_keys
 from msattn.trainer.methods.thresholds import (
     CALIBRATION_CHUNKS,
@@ -194,7 +194,7 @@ def gate_thresholds(
     """Returns the thresholds of the scores of a gate for prefill, by name, from
     :func:`calibrate_blocks`.
     """
-    scorers = {name: gate.scorer(name) for name in GATE_SCORES}
+    scorers = {name: scorer(gate) for name, scorer in GATE_SCORERS.items()}
     return calibrate_blocks(scorers, teacher, chunks, always=gate.always, allocation=allocation)
 
 

@@ -1,26 +1,81 @@
-"""Gate scores combined with the exact attention of a prompt's last queries, which often contain the
-question.
+"""Scores of key blocks by a gate: its probabilities, alone or with the exact attention of a
+prompt's last queries.
 
-A gate scores blocks for each row independently, without the question at the end of the prompt. The
+A gate scores blocks for each row independently, without the question that often ends a prompt. The
 last queries contain the question, and other rows also need the keys that these queries attend to.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 
-from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.blocks import normalize_rows, row_span
-from msattn.trainer.methods.gate.attn_gate import GateScores
+from msattn.trainer.config import BlockSizes
+from msattn.trainer.methods.base import Method, Scorer
+from msattn.trainer.methods.blocks import RowCandidates, normalize_rows, row_span
+from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.methods.last_queries import last_masses, last_positions
+from msattn.trainer.methods.thresholds import Allocation
 from msattn.trainer.models.layer_attention import LayerInputs
 
 LAST_QUERIES = 64
 # weight of the mean attention of the last queries; 1 finds answers as well and loses more
 # perplexity
 COLUMNS = 0.5
+
+
+@dataclass(frozen=True)
+class GateScores(Scorer):
+    """Scores blocks by the probabilities of a trained gate.
+
+    The last row block often holds a question in which only some tokens look far back, which pooling
+    hides. With ``last_block="queries"`` its scores are therefore the largest probability over the
+    pooled queries and each of the last ``block_size`` queries; this applies only to the last chunk
+    of a prompt. With ``"pooled"`` only the pooled queries count, as in the paper.
+
+    ``last_chunk_needs_keys`` says whether the scores of the last chunk of a prompt need every key,
+    not only pooled keys.
+    """
+
+    method: ClassVar = Method(
+        "gate", trained=True, style={"color": "#0072B2", "marker": "o"}, other_color="#7B68EE"
+    )
+    allocation: ClassVar = Allocation(floor=0.5, pooled=True)
+    last_chunk_needs_keys: ClassVar[bool] = False
+    gate: Gate
+    last_block: str = "queries"
+
+    @property
+    def sizes(self) -> BlockSizes:
+        return self.gate.cfg.sizes
+
+    @final
+    def __call__(self, x: LayerInputs) -> Tensor:
+        return self.gate.scores(x, **self.given(x))
+
+    @final
+    def select(
+        self,
+        x: LayerInputs,
+        candidates: RowCandidates,
+        counts: Tensor,
+        limit: Mapping[str, Any],
+    ) -> Tensor:
+        """Returns the bits of a block mask, int32 ``[B, Hq | Hkv, Tr, ceil(Tc / 32)]``, without
+        holding scores.
+
+        ``counts`` and ``limit`` are the number of the best blocks and the threshold of
+        :class:`~msattn.trainer.config.policies.Best`.
+        """
+        return self.gate.select(x, candidates, counts, limit, **self.given(x))
+
+    def given(self, x: LayerInputs) -> dict[str, Any]:
+        """Returns what the scores of a pass take into account besides pooled queries, arguments of
+        :meth:`Gate.scores`. Scores of another kind override this, for :meth:`select` too.
+        """
+        return {"last_queries": self.last_block == "queries" and x.ends_prompt}
 
 
 @dataclass(frozen=True)
@@ -77,4 +132,7 @@ class QuestionScores(GateScores):
         return normalize_rows(exact), rows.first.gather(1, index) >= positions[:, :1]
 
 
-scorer = QuestionScores
+# by their names in ``select.scores``
+GATE_SCORERS: dict[str, type[GateScores]] = {
+    each.method.name: each for each in (GateScores, QuestionScores)
+}
