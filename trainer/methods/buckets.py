@@ -5,7 +5,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from annotated_types import Ge, Interval
@@ -37,6 +37,14 @@ class Buckets(Protocol):
 
     def sizes(self) -> Tensor:
         """Returns the numbers of keys in the buckets, int32 ``[B, Hkv, C]``."""
+
+
+class RoutedQueries(NamedTuple):
+    """Single queries that read buckets together."""
+
+    x: LayerInputs  # one query in each row
+    buckets: Buckets
+    window: int | Tensor  # number of last keys that are always read, of all rows or int32 [B]
 
 
 class Router(nn.Module, ABC):

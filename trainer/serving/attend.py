@@ -1,4 +1,6 @@
-"""Sparse attention of an attached model, with statistics of what it reads."""
+"""Sparse attention of an attached model, with statistics of what it reads: one control flow over
+key stores, which are the layers of a contiguous cache or groups of sequences of a paged one.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,7 +10,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.types import SparseAttention
-from msattn.trainer.methods.buckets import BucketRouter
+from msattn.trainer.methods.buckets import BucketRouter, RoutedQueries
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.layer_attention import (
     LayerInputs,
@@ -19,7 +21,12 @@ from msattn.trainer.models.layer_attention import (
 from msattn.trainer.models.replacement import NotCopied
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
 from msattn.trainer.serving.contiguous.bucket_layers import BucketLayer
-from msattn.trainer.serving.contiguous.layers import NO_CACHE, GrowingCache, GrowingLayer
+from msattn.trainer.serving.contiguous.layers import (
+    NO_CACHE,
+    GrowingCache,
+    GrowingLayer,
+    TensorKeys,
+)
 from msattn.trainer.serving.dispatch import (
     BY_CHOICE,
     FALLBACK,
@@ -29,13 +36,14 @@ from msattn.trainer.serving.dispatch import (
     whole_window,
 )
 from msattn.trainer.serving.engines.batch_pages import batching_config
-from msattn.trainer.serving.key_store import PromptKeys, RoutedKeys, RoutedQueries, TokenKeys
 from msattn.trainer.serving.paged.passes import PagedPass, PagedPasses, Prompts, Sequences
 from msattn.trainer.serving.statistics import SparseStats, Statistics
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig
 
+# stores of keys and values that have buckets
+InBuckets = BucketLayer | Sequences
 COUNTED = (FALLBACK, BY_CHOICE, "graph_steps", "eager_steps")
 
 
@@ -201,7 +209,7 @@ class Sparse(NotCopied):
         return x.cache
 
     def _prompt(
-        self, x: LayerInputs, keys: PromptKeys, decisions: Sequence[Decision[Selection]]
+        self, x: LayerInputs, keys: TensorKeys | Prompts, decisions: Sequence[Decision[Selection]]
     ) -> Tensor:
         """Returns the attention of tokens that are read together: ``decisions`` are those of the
         sequences, all sparse or all dense.
@@ -223,7 +231,9 @@ class Sparse(NotCopied):
             self.statistics.add("prefill_recall", attention_recall(lse, dense.lse))
         return out
 
-    def _new_tokens(self, x: LayerInputs, keys: TokenKeys, in_buckets: RoutedKeys | None) -> Tensor:
+    def _new_tokens(
+        self, x: LayerInputs, keys: TensorKeys | Sequences, in_buckets: InBuckets | None
+    ) -> Tensor:
         """Returns the attention of tokens that are read one by one; ``in_buckets`` are the same
         keys, None if they have no buckets.
         """
@@ -242,7 +252,7 @@ class Sparse(NotCopied):
         with self.statistics.timed("attention"):
             return keys.read_all(x)
 
-    def _routed(self, keys: RoutedKeys, queries: RoutedQueries, routed: Routing) -> Tensor:
+    def _routed(self, keys: InBuckets, queries: RoutedQueries, routed: Routing) -> Tensor:
         visited, state = self._read_buckets(keys, queries, routed)
         if (visible := keys.visible(queries.x)) is not None:
             self.statistics.add_visible(visible)
@@ -254,7 +264,7 @@ class Sparse(NotCopied):
         return state.out
 
     def _read_buckets(
-        self, keys: RoutedKeys, queries: RoutedQueries, routed: Routing
+        self, keys: InBuckets, queries: RoutedQueries, routed: Routing
     ) -> tuple[Tensor, SparseAttention]:
         """Returns the visited buckets and the attention of single queries; the kernel counts the
         keys that it reads.

@@ -14,13 +14,13 @@ from transformers import GenerationConfig
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.buckets import RoutedQueries
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.gate.attn_gate import pool_keys as gate_pool_keys
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.dispatch import Dispatch
-from msattn.trainer.serving.key_store import RoutedQueries
 from msattn.trainer.serving.paged.passes import PagedPass, Sequences
 from msattn.trainer.serving.paged.state import PagedState, PromptChunk
 from tests.factory import prompts_of, random_partition, tiny_model

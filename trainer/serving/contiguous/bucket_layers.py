@@ -15,14 +15,13 @@ from torch import Tensor
 from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.types import BucketIndex, SparseAttention
-from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
+from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS, RoutedQueries
 from msattn.trainer.methods.key_blocks import block_of_keys
 from msattn.trainer.models.layer_attention import LayerInputs, Pooled, score_options, with_sinks
 from msattn.trainer.models.rope import Rotation, keys_before_rope
 from msattn.trainer.serving.contiguous.buffers import Buffer
 from msattn.trainer.serving.contiguous.layers import GrowingLayer
 from msattn.trainer.serving.dispatch import Dispatch, whole_window
-from msattn.trainer.serving.key_store import RoutedQueries
 from msattn.trainer.serving.statistics import Statistics
 
 REBUILD_EVERY = 64
@@ -219,6 +218,7 @@ class BucketLayer(GrowingLayer):
         return rows
 
     def counts(self, x: LayerInputs, statistics: Statistics) -> Tensor:
+        """Returns the counter of the keys that queries read, int64 ``[B, Hkv]``."""
         return statistics.key_counts(len(x.k), x.k.shape[1], x.k.device)
 
     def read_buckets(
@@ -230,10 +230,12 @@ class BucketLayer(GrowingLayer):
         counts: Tensor | None = None,
         by_head: bool = False,
     ) -> SparseAttention:
-        """Computes attention as :class:`~msattn.trainer.serving.key_store.RoutedKeys` says.
+        """Computes the attention of one query per row over the first ``sink`` keys, the window and
+        the buckets ``probes``.
 
-        If query heads choose, the first ones of all groups are decoded together, then the second
-        ones, and so on; ``counts`` sums their keys.
+        Probes are int32 ``[B, Hkv, L]``, ``[B, Hq, L]`` if query heads choose ``by_head``, without
+        repeated buckets in a row. The number of keys read is added to ``counts``. If query heads
+        choose, the first ones of all groups are decoded together, then the second ones, and so on.
         """
         if not by_head:
             return _decode(queries, probes, sink, counts)
@@ -249,6 +251,7 @@ class BucketLayer(GrowingLayer):
         )
 
     def joined(self, x: LayerInputs, outs: list[Tensor]) -> Tensor:
+        """Returns the attention of the pass from that of each of :meth:`queries`."""
         if x.num_queries == 1:
             return outs[0]
         return torch.stack([out.squeeze(2).transpose(0, 1) for out in outs])  # [Hq, N, D] each

@@ -22,13 +22,13 @@ from msattn.kernels.paged import (
 from msattn.kernels.paged.write import write_pages
 from msattn.kernels.types import PagedKeys, SparseAttention
 from msattn.trainer.config.sizes import BlockSizes
+from msattn.trainer.methods.buckets import RoutedQueries
 from msattn.trainer.methods.budgets import KeyShare
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.families import served_layers
 from msattn.trainer.models.layer_attention import SIZES, LayerInputs, Pooled
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.dispatch import Decision, Dispatch, whole_window
-from msattn.trainer.serving.key_store import RoutedQueries
 from msattn.trainer.serving.paged.state import PagedState, PromptChunk
 from msattn.trainer.serving.statistics import Statistics
 
@@ -51,10 +51,14 @@ class Sequences:
     counted_len: Tensor | None = None
 
     def size(self, x: LayerInputs) -> tuple[int, int | None]:
+        """Returns the number of sequences, and of keys of the longest one; None where only the
+        device knows it.
+        """
         return len(self.kv_len), self.longest
 
     def visible(self, x: LayerInputs) -> None:
-        return None
+        """Returns None: visible keys were counted when the pass began."""
+        return
 
     def read_all(self, x: LayerInputs) -> Tensor:
         q = _tokens(x.q, self.tokens).unsqueeze(2)
