@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from msattn.kernels.common.fp8 import FP8, dequantize, quantize
-from msattn.kernels.testing import assert_within_budget, random_qkv, starts, visible
+from msattn.kernels.testing import assert_within_budget, random_pages, random_qkv, starts, visible
 from msattn.kernels.types import PagedKeys
 
 Numbers = int | Sequence[int]  # of all sequences, or of each
@@ -60,33 +60,39 @@ def keys_read(
     )
 
 
-class InFP8(NamedTuple):
-    """Keys and values ``[B, Hkv, M, D]`` as a cache in FP8 stores them, and the numbers that they
-    are.
+def in_pages(
+    k: Tensor,
+    v: Tensor,
+    unread: Tensor,
+    lengths: Sequence[int],
+    page_size: int,
+    by_head: bool | None = None,
+    by_position: Sequence[Tensor] = (),
+    seed: int = 0,
+) -> tuple[PagedKeys, list[Tensor], tuple[Tensor, Tensor]]:
+    """Returns pages of keys and values ``[B, Hkv, M, D]``, others by slot, and the numbers that the
+    pages hold.
+
+    Keys that are ``unread [B, Hkv or 1, M, 1]`` are NaN. With ``by_head`` the pages are in FP8,
+    with one scale for each head or one for all, and some numbers are saturated.
     """
-
-    stored: tuple[Tensor, Tensor]  # in fp32
-    exact: tuple[Tensor, Tensor]  # in fp64
-    scales: dict[str, Tensor]
-
-    def cache(self, pages: PagedKeys) -> PagedKeys:
-        """Returns pages of what is stored as a cache in FP8."""
-        return pages._replace(k=pages.k.to(FP8), v=pages.v.to(FP8), **self.scales)
-
-
-def in_fp8(k: Tensor, v: Tensor, *, by_head: bool) -> InFP8:
-    """Returns keys and values in FP8, with one scale for all heads or one for each; some are
-    saturated.
-    """
-    heads = torch.arange(k.shape[1] if by_head else 1, device=k.device)
-    scales = 0.007 * 1.3**heads, 0.02 / (1 + heads)
-    stored = [quantize(x, scale) for x, scale in zip((k, v), scales, strict=True)]
-    exact = [dequantize(x, scale, torch.float64) for x, scale in zip(stored, scales, strict=True)]
-    return InFP8(
-        (stored[0].float(), stored[1].float()),
-        (exact[0], exact[1]),
-        {"k_scale": scales[0], "v_scale": scales[1] if by_head else scales[1][0]},
-    )
+    stored, exact, in_fp8 = (k, v), (k, v), {}
+    if by_head is not None:
+        heads = torch.arange(k.shape[1] if by_head else 1, device=k.device)
+        scales = 0.007 * 1.3**heads, 0.02 / (1 + heads)
+        held = [quantize(x, scale) for x, scale in zip((k, v), scales, strict=True)]
+        stored = held[0].float(), held[1].float()
+        exact_k, exact_v = (
+            dequantize(x, scale, torch.float64) for x, scale in zip(held, scales, strict=True)
+        )
+        exact = exact_k, exact_v
+        in_fp8 = {"k_scale": scales[0], "v_scale": scales[1] if by_head else scales[1][0]}
+    wide_k, wide_v = (x.masked_fill(unread, torch.nan) for x in stored)
+    kv_len = torch.tensor(lengths, dtype=torch.int32, device=k.device)
+    cache, slots = random_pages(wide_k, wide_v, kv_len, page_size, by_position, seed)
+    if in_fp8:
+        cache = cache._replace(k=cache.k.to(FP8), v=cache.v.to(FP8), **in_fp8)
+    return cache, slots, exact
 
 
 class Case(NamedTuple):

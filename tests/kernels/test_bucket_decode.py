@@ -1,4 +1,4 @@
-"""Tests of `bucket_decode`: agreement with fp64, edge cases."""
+"""Tests of `bucket_decode` and `paged_bucket_decode`: agreement with fp64, edge cases."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -12,15 +12,31 @@ from torch import Tensor
 from msattn.kernels import bucket_decode as module
 from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.common.bucket_index import build_bucket_index
-from msattn.kernels.testing import capped, dense_attention, random_qkv, starts
+from msattn.kernels.paged import bucket_decode as paged_module
+from msattn.kernels.paged import paged_bucket_decode
+from msattn.kernels.testing import capped, dense_attention, random_pages, random_qkv, starts
 from msattn.kernels.types import Backend, BucketIndex
 from tests.kernels import shared
-from tests.kernels.problems import CAPPED_SCALE, keys_read, random_buckets
+from tests.kernels.problems import CAPPED_SCALE, in_pages, keys_read, random_buckets
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _several_tiles_of_a_scan(device: str):
+    """The interpreter scans fewer positions of pages at a time, so that short sequences have
+    several tiles.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if device == "cpu":
+            patch.setattr(paged_module, "SCAN", 32)
+        yield
+
+
 class Case(NamedTuple):
-    """One problem; ``padding``, ``filled``, ``recent`` may be given per sequence."""
+    """One problem; ``padding``, ``filled``, ``recent`` may be given per sequence.
+
+    With a ``page_size`` the keys are in pages, in FP8 with ``by_head``.
+    """
 
     batch: int
     q_heads: int
@@ -34,55 +50,56 @@ class Case(NamedTuple):
     sink: int = 1
     padding: tuple[int, ...] | None = None
     filled: tuple[int, ...] | None = None
+    softcap: float | None = None
+    page_size: int | None = None
+    by_head: bool | None = None
 
-    def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor, BucketIndex, Tensor]:
-        """Returns random q, k, v and index, and probes with repetitions and -1."""
-        q, k, v = random_qkv(
-            self.batch,
-            self.q_heads,
-            self.kv_heads,
-            1,
-            self.num_keys,
-            self.head_size,
-            self.dtype,
-            device,
-        )
+    def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Returns random q, k, v and buckets ``[B, Hkv, M]``, and probes with repetitions and -1;
+        those of pages also with others out of range.
+        """
+        q, k, v = random_qkv(*self[:3], 1, *self[3:6], device)
         buckets = random_buckets(self.batch, self.kv_heads, self.num_keys, self.num_buckets, device)
         shape = (self.batch, self.kv_heads, self.num_probes)
-        probes = torch.randint(-1, self.num_buckets, shape, dtype=torch.int32).to(device)
+        probes = torch.randint(-1, self.num_buckets, shape, dtype=torch.int32)
+        if self.page_size is not None:
+            strange = torch.tensor([-5, 2**15, 2**30], dtype=torch.int32)
+            probes[..., 2::5] = strange[torch.randint(3, probes[..., 2::5].shape)]
+        return q, k, v, buckets, probes.to(device)
+
+    def indexed(self, device: str) -> tuple[Tensor, Tensor, Tensor, BucketIndex, Tensor]:
+        """Returns the inputs with the index of the buckets."""
+        q, k, v, buckets, probes = self.inputs(device)
         return q, k, v, build_bucket_index(buckets, self.num_buckets), probes
 
     def options(self, device: str) -> dict[str, Any]:
         """Returns keyword arguments of the operation."""
         recent = starts(self.recent, device) if isinstance(self.recent, tuple) else self.recent
-        lengths = {"kv_start": starts(self.padding, device), "kv_len": starts(self.filled, device)}
-        return {"recent": recent, "sink": self.sink, **lengths}
+        # larger scores differ more between fp32 sums
+        scale = None if self.softcap is None else CAPPED_SCALE * 64 / self.head_size
+        return {"recent": recent, "sink": self.sink, "scale": scale, "softcap": self.softcap}
 
 
-def check(case: Case, backend: Backend, device: str, softcap: float | None = None) -> None:
-    q, k, v, index, probes = case.inputs(device)
-    buckets = random_buckets(case.batch, case.kv_heads, case.num_keys, case.num_buckets, device)
-    read = keys_read(
-        buckets, probes, case.recent, case.sink, case.padding or 0, case.filled or case.num_keys
-    )
+def check(case: Case, backend: Backend, device: str) -> None:
+    q, k, v, buckets, probes = case.inputs(device)
+    lengths = case.filled or (case.num_keys,) * case.batch
+    read = keys_read(buckets, probes, case.recent, case.sink, case.padding or 0, lengths)
     seen = read.repeat_interleave(case.q_heads // case.kv_heads, 1)[:, :, None]
-    # larger scores differ more between fp32 sums
-    scale = None if softcap is None else CAPPED_SCALE * 64 / case.head_size
     unread = ~read[..., None]  # these keys may hold any value
-    wide_k, wide_v = (x.masked_fill(unread, torch.nan) for x in (k, v))
     counts = torch.ones(read.shape[:2], dtype=torch.int64, device=device)
-    options: dict[str, Any] = {
-        **case.options(device),
-        "scale": scale,
-        "softcap": softcap,
-        "backend": backend,
-    }
-    got = bucket_decode(q, wide_k, wide_v, index, probes, **options)
-    shared.assert_same(
-        bucket_decode(q, wide_k, wide_v, index, probes, **options, counts=counts), got
-    )
+    options: dict[str, Any] = {**case.options(device), "backend": backend}
+    if case.page_size is None:
+        wide_k, wide_v = (x.masked_fill(unread, torch.nan) for x in (k, v))
+        given = q, wide_k, wide_v, build_bucket_index(buckets, case.num_buckets), probes
+        options |= {"kv_start": starts(case.padding, device), "kv_len": starts(case.filled, device)}
+        got = bucket_decode(*given, **options, counts=counts)
+        shared.assert_same(bucket_decode(*given, **options), got)
+    else:
+        stored = case.page_size, case.by_head, [buckets.short()]
+        cache, (slots,), (k, v) = in_pages(k, v, unread, lengths, *stored)
+        got = paged_bucket_decode(q, cache, slots, probes, **options, counts=counts)
     assert torch.equal(counts, 1 + read.sum(-1))
-    shared.assert_agrees(got, q, k, v, seen, scale, capped(softcap))
+    shared.assert_agrees(got, q, k, v, seen, options["scale"], capped(case.softcap))
 
 
 # Covers nearly all pairs of values of length, head size, dtype, group and window.
@@ -101,35 +118,76 @@ CASES = [
     Case(1, 4, 2, 40, 64, HALF, num_probes=0, recent=0, sink=0),
     Case(1, 4, 2, 70, 512, HALF, padding=(5,)),
 ]
+LIMITS = ((2, 5.0), (1, 50.0), (3, 5.0), (4, 50.0))
+CAPPED = [CASES[number]._replace(softcap=softcap) for number, softcap in LIMITS]
 
 
-CAPPED = [(CASES[2], 5.0), (CASES[1], 50.0), (CASES[3], 5.0), (CASES[4], 50.0)]
+def paged(
+    lengths: tuple[int, ...],
+    q_heads: int,
+    kv_heads: int,
+    head_size: int,
+    page_size: int | None,
+    dtype: torch.dtype = FULL,
+    **options: Any,
+) -> Case:
+    """A problem of filled pages."""
+    sizes = len(lengths), q_heads, kv_heads, max(1, *lengths), head_size, dtype
+    return Case(*sizes, filled=lengths, page_size=page_size, **options)
+
+
+PAGED = [
+    paged((300, 63), 7, 1, 128, 64, FULL, num_probes=70, softcap=5.0),
+    paged((111, 0, 65), 4, 1, 80, 16, HALF, recent=(3, 70, 9), sink=4),
+    paged((300, 63), 7, 1, 128, 64, FULL, num_probes=70),
+    paged((1,), 4, 4, 64, 256, HALF, num_probes=0),
+    paged((65, 111), 8, 2, 128, 16, HALF, num_buckets=40, recent=0, sink=0),
+    paged((111,), 1, 1, 80, 256, FULL, num_buckets=2000, num_probes=700, recent=0),
+    paged((63, 1), 2, 2, 64, 64, FULL, recent=500),
+    paged((300, 111), 7, 7, 80, 64, HALF, recent=(64, 0), sink=200),
+    paged((65, 300), 4, 1, 64, 16, FULL, recent=17),
+    paged((111, 0, 65), 4, 1, 80, 16, HALF, recent=(3, 70, 9), sink=4, softcap=50.0),
+    paged((65, 111), 8, 2, 128, 16, HALF, num_buckets=40, recent=0, sink=0, softcap=50.0),
+]
+IN_FP8 = [  # groups of 1, 3, 4 and 7
+    PAGED[4]._replace(softcap=5.0, by_head=True),
+    PAGED[6]._replace(by_head=False),
+    *(PAGED[number]._replace(by_head=True) for number in (1, 2, 3)),
+    paged((65, 111), 6, 2, 24, 16, HALF, recent=0, by_head=True),  # rows that are not aligned
+]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("case", "softcap"), [CAPPED[0], *((case, None) for case in CASES), *CAPPED[1:]], ids=str
+    ("operation", "case"),
+    [
+        *(("bucket_decode", case) for case in (CAPPED[0], *CASES, *CAPPED[1:])),
+        *(("paged", case) for case in PAGED),
+        *(("paged in FP8", case) for case in IN_FP8),
+    ],
+    ids=str,
 )
 def test_agrees_with_fp64(
-    case: Case, softcap: float | None, backend: Backend, device: str, poisoned: None
+    operation: str, case: Case, backend: Backend, device: str, poisoned: None
 ) -> None:
-    check(case, backend, device, softcap)
+    check(case, backend, device)
 
 
-@settings(max_examples=10, deadline=None)
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+@settings(max_examples=12, deadline=None)
 @given(
-    num_keys=st.integers(1, 90),
-    num_buckets=st.integers(1, 12),
+    lengths=st.lists(st.integers(0, 90), min_size=1, max_size=2),
+    page_size=st.sampled_from([None, 1, 5, 16, 64]),
+    num_buckets=st.integers(1, 70),
     num_probes=st.integers(0, 9),
     recent=st.integers(0, 100),
     sink=st.integers(0, 5),
     softcap=st.sampled_from([None, 1.0]),
 )
-def test_any_index(
-    num_keys: int, num_buckets: int, num_probes: int, recent: int, sink: int, softcap: float | None
+def test_any_lengths(
+    backend: Backend, device: str, lengths: list[int], page_size: int | None, **options: Any
 ) -> None:
-    case = Case(1, 2, 1, num_keys, 16, FULL, num_buckets, num_probes, recent, sink)
-    check(case, "torch", "cpu", softcap)
+    check(paged(tuple(lengths), 2, 1, 16, page_size, **options), backend, device)
 
 
 @pytest.mark.gpu
@@ -143,15 +201,35 @@ def test_full_product(dtype: torch.dtype, head_size: int, num_keys: int, poisone
     for (q_heads, kv_heads), (sink, recent), num_probes, (padding, filled) in itertools.product(
         heads, windows, probes, lengths
     ):
-        sizes = Case(2, q_heads, kv_heads, num_keys, head_size, dtype)
-        options = {
-            "num_probes": num_probes,
-            "recent": recent,
-            "sink": sink,
-            "padding": padding,
-            "filled": filled,
-        }
-        check(sizes._replace(**options, num_buckets=64), "triton", "cuda", next(limits))
+        sizes = 2, q_heads, kv_heads, num_keys, head_size, dtype, 64
+        case = Case(*sizes, num_probes, recent, sink, padding, filled, next(limits))
+        check(case, "triton", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_keys", [1, 63, 65, 111, 4095])
+@pytest.mark.parametrize("page_size", [16, 64, 256])
+@pytest.mark.parametrize("dtype", [FULL, HALF, torch.bfloat16], ids=str)
+def test_full_product_of_pages(
+    dtype: torch.dtype, page_size: int, num_keys: int, poisoned: None
+) -> None:
+    heads, windows, probes = [(2, 2), (4, 1), (7, 1)], [(0, 0), (1, 9), (4, (2, 100))], [0, 5, 100]
+    for head_size, (q_heads, kv_heads), (sink, recent), num_probes in itertools.product(
+        [64, 80, 128, 256], heads, windows, probes
+    ):
+        sizes = 2, q_heads, kv_heads, num_keys, head_size, dtype, 64, num_probes, recent, sink
+        lengths, softcap = (num_keys, num_keys // 2), 5.0 if sink else None
+        for by_head in (None, q_heads == 4):
+            case = Case(*sizes, None, lengths, softcap, page_size, by_head)
+            check(case, "triton", "cuda")
+
+
+@pytest.mark.gpu
+def test_one_split_at_large_batch(poisoned: None) -> None:
+    """There are more sequences than programs at once, so that one program scans several tiles."""
+    sizes = {"num_buckets": 64, "num_probes": 8, "recent": 100}
+    case = paged(tuple(range(1, 4000, 20)), 8, 2, 128, 256, torch.bfloat16, **sizes)
+    check(case, "triton", "cuda")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -180,7 +258,7 @@ def test_index_entries_outside_the_sequence_are_skipped(backend: Backend, device
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_queries_of_one_sequence_as_a_batch(backend: Backend, num_probes: int, device: str) -> None:
     """Queries with expanded keys, values and index equal separate calls."""
-    _, k, v, index, _ = Case(1, 4, 2, 200, 64).inputs(device)
+    _, k, v, index, _ = Case(1, 4, 2, 200, 64).indexed(device)
     # longer than what is listed
     index = index._replace(order=torch.nn.functional.pad(index.order, (0, 30), value=10**6))
     queries = 5
@@ -211,7 +289,7 @@ def test_queries_of_one_sequence_as_a_batch(backend: Backend, num_probes: int, d
 
 
 def test_expanded_tensors_are_not_copied(device: str) -> None:
-    q, k, v, index, probes = Case(1, 2, 1, 70, 64).inputs(device)
+    q, k, v, index, probes = Case(1, 2, 1, 70, 64).indexed(device)
     wide = k, v, offsets, order, probes = [
         x.expand(3, *x.shape[1:]) for x in (k, v, *index, probes)
     ]
@@ -231,7 +309,7 @@ def test_expanded_tensors_are_not_copied(device: str) -> None:
 
 
 def test_many_distinct_probes_need_no_sorting(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v, index, _ = Case(2, 4, 2, 300, 64, num_buckets=200).inputs(device)
+    q, k, v, index, _ = Case(2, 4, 2, 300, 64, num_buckets=200).indexed(device)
     probes = torch.rand(2, 2, 200, device=device).argsort(-1).int()[..., :150]
     probes[:, :, ::3] = -1
     want = bucket_decode(q, k, v, index, probes, recent=9, backend="torch")
@@ -242,7 +320,7 @@ def test_many_distinct_probes_need_no_sorting(device: str, monkeypatch: pytest.M
 
 
 def test_accepts_strided_views(device: str) -> None:
-    q, k, v, index, probes = Case(2, 4, 2, 70, 64).inputs(device)
+    q, k, v, index, probes = Case(2, 4, 2, 70, 64).indexed(device)
     shared.assert_strides_accepted(
         lambda k, v: bucket_decode(q, k, v, index, probes, recent=9, backend="triton"), device
     )
@@ -266,7 +344,7 @@ def test_on_another_gpu() -> None:
 def test_cuda_graph() -> None:
     """A captured step follows in-place changes of probes, lengths, window and index."""
     case = Case(2, 8, 2, 500, 128, torch.bfloat16, num_buckets=32, num_probes=8)
-    q, k, v, index, probes = case.inputs("cuda")
+    q, k, v, index, probes = case.indexed("cuda")
     recent, kv_len = (
         torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([9, 30], [400, 300])
     )
@@ -290,3 +368,51 @@ def test_cuda_graph() -> None:
             x.copy_(y)
 
     shared.assert_cuda_graph(step, change)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pages_of_any_strides(backend: Backend, device: str) -> None:
+    case = PAGED[2]
+    q, k, v, buckets, probes = case.inputs(device)
+    cache, (slots,) = random_pages(k, v, starts(case.filled, device), 64, [buckets.short()])
+    want = paged_bucket_decode(q, cache, slots, probes, recent=9, backend=backend)
+    by_head_k, by_head_v = (
+        x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.k, cache.v)
+    )
+    by_head = cache._replace(k=by_head_k, v=by_head_v)
+    every_second = cache._replace(table=torch.stack([cache.table, -cache.table], -1)[..., 0])
+    slots, probes = slots.permute(2, 0, 1).contiguous().permute(1, 2, 0), probes.mT.contiguous().mT
+    for other in (by_head, every_second):
+        shared.assert_same(
+            paged_bucket_decode(q, other, slots, probes, recent=9, backend=backend), want
+        )
+
+
+@pytest.mark.gpu
+def test_cuda_graph_of_pages() -> None:
+    """A captured step follows in-place changes of pages, lengths, buckets, probes and window."""
+    case = paged((4095, 1000), 8, 2, 128, 256, torch.bfloat16, num_buckets=64, num_probes=8)
+    q, k, v, buckets, probes = case.inputs("cuda")
+    cache, (slots,) = random_pages(k, v, starts(case.filled, "cuda"), 256, [buckets.short()])
+    recent = torch.tensor([9, 30], dtype=torch.int32, device="cuda")
+    counts = torch.zeros(2, 2, dtype=torch.int64, device="cuda")
+
+    def step() -> tuple[Tensor, ...]:
+        counts.zero_()
+        return *paged_bucket_decode(
+            q, cache, slots, probes, recent=recent, counts=counts
+        ), counts.clone()
+
+    def change(lengths: list[int]) -> None:
+        other, (other_slots,) = random_pages(
+            k, v, starts([17, 4000], "cuda"), 256, [buckets.short()], seed=1
+        )
+        for x, y in zip((*cache[:3], slots), (*other[:3], other_slots), strict=True):
+            x.copy_(y)
+        cache.kv_len.copy_(torch.tensor(lengths))
+        probes.random_(-1, 64)
+        recent.copy_(torch.tensor([64, 1]))
+
+    for lengths in ([17, 4000], [0, 2049]):
+        shared.assert_cuda_graph(step, lambda lengths=lengths: change(lengths))

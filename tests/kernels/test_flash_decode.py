@@ -1,4 +1,4 @@
-"""Tests of `flash_decode`: agreement with fp64, score_mod, edge cases."""
+"""Tests of `flash_decode` and `paged_flash_decode`: agreement with fp64, score_mod, edge cases."""
 
 import itertools
 import math
@@ -6,19 +6,25 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from msattn.kernels.common import dense_decode
 from msattn.kernels.common.checks import query_offset
 from msattn.kernels.common.primitives import tl, triton
 from msattn.kernels.flash_decode import flash_decode
 from msattn.kernels.flash_decode.score_mod import alibi, sliding_window, softcap
-from msattn.kernels.testing import random_qkv, starts
+from msattn.kernels.paged import paged_flash_decode
+from msattn.kernels.testing import random_pages, random_qkv, starts
+from msattn.kernels.tuned import Tile
 from msattn.kernels.types import Backend, ScoreMod, Variant
 from tests.kernels import shared
+from tests.kernels.problems import CAPPED_SCALE, in_pages
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
 VARIANTS: list[Variant] = ["partial", "global"]
-CAP, WIDTH = 1.5, 40
+CAP, WIDTH = 5.0, 40
 
 
 @triton.jit
@@ -32,7 +38,10 @@ def _bias(score, b, h, i, j, bias, num_keys, factor):
 
 
 class Case(NamedTuple):
-    """One problem; ``padding`` and ``filled`` hold a number per sequence."""
+    """One problem; ``padding`` and ``filled`` hold a number per sequence.
+
+    With a ``page_size`` the keys are in pages, in FP8 with ``by_head``.
+    """
 
     batch: int
     q_heads: int
@@ -46,6 +55,9 @@ class Case(NamedTuple):
     padding: tuple[int, ...] | None = None
     filled: tuple[int, ...] | None = None
     splits: int | None = None
+    cap: float = CAP
+    page_size: int | None = None
+    by_head: bool | None = None
 
     def score_mod(self, device: str) -> ScoreMod | None:
         """Returns the modification named by ``mod``."""
@@ -58,7 +70,7 @@ class Case(NamedTuple):
         slopes = 2.0 ** -torch.arange(1, self.q_heads + 1, device=device)
         return {
             None: None,
-            "softcap": softcap(CAP),
+            "softcap": softcap(self.cap),
             "alibi": alibi(slopes),
             "sliding_window": sliding_window(WIDTH),
         }[self.mod]
@@ -102,7 +114,7 @@ def modified(scores: Tensor, case: Case) -> Tensor:
     """Applies the case's modification to scores ``[B, Hq, N, M]``, by its formula."""
     i, j = positions(case, str(scores.device))
     if case.mod == "softcap":
-        return CAP * torch.tanh(scores / CAP)
+        return case.cap * torch.tanh(scores / case.cap)
     if case.mod == "alibi":
         slopes = 2.0 ** -torch.arange(1, case.q_heads + 1, device=scores.device).to(scores.dtype)
         return scores - slopes[:, None, None] * (i - j)
@@ -119,9 +131,16 @@ def check(case: Case, variant: Variant, backend: Backend, device: str) -> None:
     q, k, v = random_qkv(*case[:6], case.dtype, device)
     seen, real = visible(case, device)
     unread = ~real[:, :, 0, :, None]  # these keys may hold any value
-    wide_k, wide_v = (x.masked_fill(unread, torch.nan) for x in (k, v))
-    got = flash_decode(q, wide_k, wide_v, variant=variant, **case.options(device), backend=backend)
-    shared.assert_agrees(got, q, k, v, seen, score_mod=lambda s: modified(s, case))
+    capped = case.mod == "softcap"
+    options: dict[str, Any] = {"scale": CAPPED_SCALE if capped else None, "backend": backend}
+    if case.page_size is None:
+        wide_k, wide_v = (x.masked_fill(unread, torch.nan) for x in (k, v))
+        got = flash_decode(q, wide_k, wide_v, variant=variant, **case.options(device), **options)
+    else:
+        lengths = case.filled or [case.num_keys] * case.batch
+        cache, _, (k, v) = in_pages(k, v, unread, lengths, case.page_size, case.by_head)
+        got = paged_flash_decode(q, cache, softcap=case.cap if capped else None, **options)
+    shared.assert_agrees(got, q, k, v, seen, options["scale"], lambda s: modified(s, case))
 
 
 # Covers nearly all pairs of values of length, head size, dtype, group, causality and modification.
@@ -143,13 +162,79 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+def paged(
+    lengths: tuple[int, ...],
+    q_heads: int,
+    kv_heads: int,
+    num_queries: int,
+    head_size: int,
+    page_size: int | None,
+    dtype: torch.dtype = FULL,
+    **options: Any,
+) -> Case:
+    """A problem of filled pages."""
+    sizes = q_heads, kv_heads, num_queries, max(1, *lengths), head_size, dtype, True
+    return Case(len(lengths), *sizes, filled=lengths, page_size=page_size, **options)
+
+
+CAPPED: dict[str, Any] = {"mod": "softcap"}
+PAGED = [
+    paged((300, 65), 7, 1, 3, 128, 64, **CAPPED),
+    paged((111, 0, 300), 4, 1, 1, 80, 16, HALF),
+    paged((300, 65), 7, 1, 3, 128, 64),
+    paged((1,), 4, 4, 16, 64, 256, HALF),
+    paged((300, 63), 8, 2, 4, 128, 256, HALF),
+    paged((111,), 1, 1, 1, 80, 48),
+    paged((63, 1), 2, 2, 2, 64, 64),
+    paged((65, 111), 7, 7, 1, 256, 16),
+    paged((300, 111), 7, 1, 16, 64, 128, HALF),
+    paged((111, 0, 300), 4, 1, 1, 80, 16, HALF, **CAPPED, cap=50.0),
+    paged((300, 63), 8, 2, 4, 128, 256, HALF, **CAPPED),
+]
+IN_FP8 = [  # groups of 1, 3, 4 and 7
+    paged((300, 63), 8, 2, 4, 128, 256, HALF, **CAPPED, by_head=True),
+    paged((63, 1), 2, 2, 2, 64, 64, by_head=False),
+    paged((111, 0, 300), 4, 1, 1, 80, 16, HALF, by_head=True),
+    paged((300, 65), 7, 1, 3, 128, 64, by_head=True),
+    paged((65, 111), 6, 2, 2, 24, 16, HALF, by_head=True),  # rows that are not aligned
+    paged((257,), 3, 3, 1, 256, 64, HALF, by_head=True),
+]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("operation", "case", "variant"),
+    [
+        *(("flash_decode", case, variant) for case in CASES for variant in VARIANTS),
+        *(("paged", case, "partial") for case in PAGED),
+        *(("paged in FP8", case, "partial") for case in IN_FP8),
+    ],
+    ids=str,
+)
 def test_agrees_with_fp64(
-    case: Case, backend: Backend, variant: Variant, device: str, poisoned: None
+    operation: str, case: Case, variant: Variant, backend: Backend, device: str, poisoned: None
 ) -> None:
     check(case, variant, backend, device)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
+@settings(max_examples=10, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 150), min_size=1, max_size=2),
+    page=st.sampled_from([None, 1, 5, 16, 64]),
+    num_queries=st.integers(1, 5),
+    mod=st.sampled_from([None, "softcap"]),
+)
+def test_any_lengths(
+    backend: Backend,
+    device: str,
+    lengths: list[int],
+    page: int | None,
+    num_queries: int,
+    mod: str | None,
+) -> None:
+    case = paged(tuple(lengths), 2, 1, num_queries, 16, page, mod=mod)
+    check(case, "partial", backend, device)
 
 
 @pytest.mark.gpu
@@ -173,6 +258,23 @@ def test_full_product(dtype: torch.dtype, head_size: int, poisoned: None) -> Non
         case = Case(2, q_heads, kv_heads, n, m, head_size, dtype, causal, mod, padding, filled)
         for variant in VARIANTS:
             check(case, variant, "triton", "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_keys", [1, 63, 65, 111, 4095])
+@pytest.mark.parametrize("page", [16, 64, 256])
+@pytest.mark.parametrize("dtype", [FULL, HALF, torch.bfloat16], ids=str)
+def test_full_product_of_pages(
+    dtype: torch.dtype, page: int, num_keys: int, poisoned: None
+) -> None:
+    for head_size, (q_heads, kv_heads), num_queries in itertools.product(
+        [64, 80, 128, 256], [(2, 2), (4, 1), (7, 1)], [1, 4, 16]
+    ):
+        lengths, options = (num_keys, num_keys // 2), CAPPED if q_heads == 7 else {}
+        for by_head in (None, q_heads == 4):
+            sizes = q_heads, kv_heads, num_queries, head_size, page, dtype
+            case = paged(lengths, *sizes, by_head=by_head, **options)
+            check(case, "partial", "triton", "cuda")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -256,6 +358,18 @@ def test_cuda_graph(variant: Variant) -> None:
 
 
 @pytest.mark.gpu
+def test_cuda_graph_of_pages() -> None:
+    """A captured step follows in-place changes of pages and lengths."""
+    q, k, v = random_qkv(2, 8, 2, 1, 4095, 128, torch.bfloat16, "cuda")
+    cache, _ = random_pages(k, v, torch.tensor([4095, 1000], device="cuda").int(), 256)
+    other, _ = random_pages(k, v, torch.tensor([17, 4000], device="cuda").int(), 256, seed=1)
+    shared.assert_cuda_graph(
+        lambda: paged_flash_decode(q, cache),
+        lambda: [x.copy_(y) for x, y in zip(cache[:4], other[:4], strict=True)],
+    )
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_is_deterministic(variant: Variant) -> None:
     q, k, v = random_qkv(1, 32, 8, 4, 20000, 128, torch.bfloat16, "cuda")
@@ -273,3 +387,14 @@ def test_offsets_beyond_32_bits() -> None:
         alone = flash_decode(q[:, 2:], cache[:, 2:], cache[:, 2:], variant=variant, splits=64)
         assert torch.equal(got.out[:, 2:], alone.out)
         assert torch.equal(got.lse[:, 2:], alone.lse)
+
+
+@pytest.mark.parametrize(
+    ("tile", "page_size", "keys", "programs"),
+    [(128, 64, 64, 2), (128, 256, 128, 1), (64, 16, 64, 1), (16, 48, 16, 1)],
+)
+def test_tiles_divide_pages_or_cross_them(
+    tile: int, page_size: int, keys: int, programs: int
+) -> None:
+    got = dense_decode._tile_of_pages(Tile(16, tile, 4, 3), page_size)
+    assert (got.keys, got.programs) == (keys, programs)

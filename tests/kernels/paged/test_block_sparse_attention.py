@@ -13,10 +13,10 @@ from msattn.kernels.common.block_bits import pack_blocks
 from msattn.kernels.common.block_lists import compact_packed_rows, compact_rows
 from msattn.kernels.paged import block_sparse_attention as module
 from msattn.kernels.paged import paged_block_sparse_attention
-from msattn.kernels.testing import capped, random_pages, random_qkv
+from msattn.kernels.testing import capped, random_qkv
 from msattn.kernels.types import Backend, PagedKeys, SparseAttention
 from tests.kernels import shared
-from tests.kernels.problems import CAPPED_SCALE, in_fp8
+from tests.kernels.problems import CAPPED_SCALE, in_pages
 from tests.kernels.shared import BACKENDS, FULL, HALF
 
 
@@ -70,13 +70,9 @@ def make(case: Case, device: str, seed: int = 0, by_head: bool | None = None) ->
     _, k, v = random_qkv(
         batch, 1, case.kv_heads, 1, num_keys, case.head_size, case.dtype, device, seed
     )
-    kv_len = torch.tensor(lengths, dtype=torch.int32, device=device)
-    unfilled = torch.arange(num_keys, device=device) >= kv_len[:, None]
-    fp8 = None if by_head is None else in_fp8(k, v, by_head=by_head)
-    stored, (k, v) = ((k, v), (k, v)) if fp8 is None else (fp8.stored, fp8.exact)
-    wide_k, wide_v = (x.masked_fill(unfilled[:, None, :, None], torch.nan) for x in stored)
-    cache, _ = random_pages(wide_k, wide_v, kv_len, case.page_size, seed=seed)
-    cache = cache if fp8 is None else fp8.cache(cache)
+    ends = torch.tensor(lengths, device=device)[:, None, None, None]
+    unfilled = torch.arange(num_keys, device=device)[:, None] >= ends
+    cache, _, (k, v) = in_pages(k, v, unfilled, lengths, case.page_size, by_head, seed=seed)
     cu_queries = torch.tensor(
         [0, *itertools.accumulate(case.new)], dtype=torch.int32, device=device
     )
