@@ -13,7 +13,7 @@ from torch import Tensor
 
 from msattn.kernels.common.block_checks import check_block_size, check_poolings, check_rotated
 from msattn.kernels.common.block_pooling import empty_result, launch
-from msattn.kernels.common.checks import check_device, check_tokens, resolve_backend
+from msattn.kernels.common.checks import check_device, check_tokens, check_vector, resolve_backend
 from msattn.kernels.common.registration import USE_NO_GRAD, register_op
 from msattn.kernels.reference import pool_blocks as reference
 from msattn.kernels.types import Backend
@@ -74,6 +74,7 @@ def pool_blocks(
                 f"start is {start.dtype} {tuple(start.shape)}: expected int32 or int64, "
                 f"({x.shape[0]},) or (1,)"
             )
+        check_vector("start", start)
         check_device("start", start, "x", x)
     return _operator(
         x, ",".join(poolings), block_size, start, rotated, resolve_backend(backend, x, name="x")

@@ -89,6 +89,7 @@ def check_sinks(sinks: Tensor | None, heads: int, x: Tensor) -> None:
             f"sinks is {sinks.dtype} {tuple(sinks.shape)}: expected floating point ({heads},), "
             f"one per query head"
         )
+    check_vector("sinks", sinks)
     check_device("sinks", sinks, "q", x)
 
 
@@ -237,7 +238,14 @@ def check_tensor(
         raise ValueError(
             f"{name} is {x.dtype} {tuple(x.shape)}: expected {expected}{meaning and f', {meaning}'}"
         )
+    check_vector(name, x)
     check_device(name, x, other_name, other)
+
+
+def check_vector(name: str, x: Tensor) -> None:
+    """Checks that a 1D tensor is contiguous: kernels read numbers one after the other."""
+    if x.dim() == 1 and not x.is_contiguous():
+        raise ValueError(f"{name}.stride()={x.stride()}: expected a contiguous tensor")
 
 
 def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.checks import check_device, check_tensor, check_tokens
+from msattn.kernels.common.checks import check_device, check_tensor, check_tokens, check_vector
 from msattn.kernels.common.fp8 import FP8
 from msattn.kernels.common.primitives import capability
 from msattn.kernels.types import PagedKeys
@@ -67,6 +67,7 @@ def check_scale(
             f"{name} is {scale.dtype} {tuple(scale.shape)}: expected float32 with one element, or "
             f"({heads},), one for each key/value head"
         )
+    check_vector(name, scale)
     check_device(name, scale, other_name, other)
 
 

@@ -190,7 +190,6 @@ def launch(
     tile = tuned_tile("paged_block_sparse_attention", q)
     row_blocks = triton.cdiv(max_queries, block_size)
     table = table if table.stride(1) == 1 else table.contiguous()
-    cu_queries, kv_len = cu_queries.contiguous(), kv_len.contiguous()
     lists, lengths, list_heads, entries = None, None, 1, 1
     if block_mask is not None:
         lists, lengths = compact_packed_rows(
