@@ -83,16 +83,6 @@ def assert_not_copied(
     }
 
 
-def assert_strides_accepted(decode: Callable[[Tensor, Tensor], Any], device: str) -> None:
-    """Asserts that token-major caches, and caches with a strided last dimension, give bitwise the
-    result of contiguous ones.
-    """
-    k, v = (x.transpose(1, 2) for x in torch.randn(2, 70, 2, 2, 64, device=device).unbind(2))
-    want = decode(k.contiguous(), v.contiguous())
-    for keys in (k, k.transpose(2, 3).contiguous().transpose(2, 3)):
-        assert_same(decode(keys, v), want)
-
-
 def assert_cuda_graph(step: Callable[[], Any], change: Callable[[], Any]) -> None:
     """Asserts that a captured step follows in-place changes of its inputs, bit by bit."""
     side = torch.cuda.Stream()

@@ -319,21 +319,6 @@ def test_many_distinct_probes_need_no_sorting(device: str, monkeypatch: pytest.M
         torch.testing.assert_close(x, y)
 
 
-def test_accepts_strided_views(device: str) -> None:
-    q, k, v, index, probes = Case(2, 4, 2, 70, 64).indexed(device)
-    shared.assert_strides_accepted(
-        lambda k, v: bucket_decode(q, k, v, index, probes, recent=9, backend="triton"), device
-    )
-    offsets, order, chosen = (
-        x.transpose(1, 2).contiguous().transpose(1, 2) for x in (*index, probes)
-    )
-    want = bucket_decode(q, k, v, index, probes, recent=9, backend="triton")
-    shared.assert_same(
-        bucket_decode(q, k, v, BucketIndex(offsets, order), chosen, recent=9, backend="triton"),
-        want,
-    )
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_another_gpu() -> None:
@@ -368,25 +353,6 @@ def test_cuda_graph() -> None:
             x.copy_(y)
 
     shared.assert_cuda_graph(step, change)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_pages_of_any_strides(backend: Backend, device: str) -> None:
-    case = PAGED[2]
-    q, k, v, buckets, probes = case.inputs(device)
-    cache, (slots,) = random_pages(k, v, starts(case.filled, device), 64, [buckets.short()])
-    want = paged_bucket_decode(q, cache, slots, probes, recent=9, backend=backend)
-    by_head_k, by_head_v = (
-        x.transpose(1, 2).contiguous().transpose(1, 2) for x in (cache.k, cache.v)
-    )
-    by_head = cache._replace(k=by_head_k, v=by_head_v)
-    every_second = cache._replace(table=torch.stack([cache.table, -cache.table], -1)[..., 0])
-    slots, probes = slots.permute(2, 0, 1).contiguous().permute(1, 2, 0), probes.mT.contiguous().mT
-    for other in (by_head, every_second):
-        shared.assert_same(
-            paged_bucket_decode(q, other, slots, probes, recent=9, backend=backend), want
-        )
 
 
 @pytest.mark.gpu

@@ -312,11 +312,6 @@ def test_softcap_is_accurate(limit: float, device: str) -> None:
     torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-7 * limit)
 
 
-def test_accepts_strided_views(device: str) -> None:
-    q = random_qkv(2, 4, 2, 3, 70, device=device)[0]
-    shared.assert_strides_accepted(lambda k, v: flash_decode(q, k, v, backend="triton"), device)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_custom_modification_inside_a_compiled_function(backend: Backend, device: str) -> None:

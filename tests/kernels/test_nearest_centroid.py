@@ -148,20 +148,6 @@ def test_ties_go_to_the_lowest_number(backend: Backend, device: str) -> None:
     assert (zero.products == 0).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_accepts_strided_views(backend: Backend, steady_device: str) -> None:
-    k, centroids = Case(2, 3, 70, 9, 64, HALF).inputs(steady_device)
-    wide = torch.randn(2, 3, 140, 128, device=steady_device).to(HALF)
-    wide[:, :, ::2, 64:] = k
-    view, spread = wide[:, :, ::2, 64:], centroids.mT.contiguous().mT
-    want = nearest_centroid(k, centroids, backend=backend)
-    shared.assert_same(nearest_centroid(view, spread, backend=backend), want)
-    buckets = want.buckets.mT.contiguous().mT
-    shared.assert_same(
-        *(bucket_sums(x, buckets, num_buckets=9, backend=backend) for x in (k, view))
-    )
-
-
 @settings(max_examples=8, deadline=None)
 @given(num_keys=st.integers(1, 200), num_buckets=st.integers(1, 40), seed=st.integers(0, 2**16))
 def test_splits_count_each_key_once(num_keys: int, num_buckets: int, seed: int) -> None:

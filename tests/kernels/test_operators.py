@@ -14,7 +14,7 @@ from torch._library.custom_ops import CustomOpDef
 from msattn.kernels.flash_decode.score_mod import alibi, sliding_window, softcap
 from msattn.kernels.operations import DIFFERENTIABLE, OPERATIONS
 from msattn.kernels.types import Backend
-from tests.kernels.cases.every import CASES
+from tests.kernels.cases.every import CASES, SLOW
 from tests.kernels.shared import BACKENDS, assert_same
 
 FUNCTIONS = (*OPERATIONS, "block_softmax", "bucket_sums")
@@ -22,13 +22,6 @@ WITH_GRADIENT = (*DIFFERENTIABLE, "block_softmax")
 COUNTING = ("bucket_decode", "paged_bucket_decode")
 # their results have no gradient
 WITHOUT_FLOATS = ("best_blocks", "gate_blocks", "paged_bucket_sizes", "probe_buckets")
-SLOW = {
-    *DIFFERENTIABLE,
-    "conv_decode",
-    "flash_decode",
-    "paged_block_sparse_attention",
-    "paged_bucket_decode",
-}
 
 
 def variants(operation: str, device: str) -> Iterator[dict[str, Any]]:

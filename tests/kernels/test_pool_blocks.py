@@ -85,11 +85,3 @@ def test_poolings_keep_their_order(backend: Backend, device: str) -> None:
         torch.testing.assert_close(
             got.double(), pool_by_block(x, poolings, 16, None), rtol=1e-6, atol=1e-6
         )
-
-
-def test_accepts_strided_views(device: str) -> None:
-    x = torch.randn(16, 3, 40, 2, device=device).permute(3, 1, 2, 0)
-    got = pool_blocks(x, NAMES, block_size=16, backend="triton")
-    torch.testing.assert_close(
-        got, pool_blocks(x.contiguous(), NAMES, block_size=16, backend="torch")
-    )

@@ -105,16 +105,6 @@ def test_full_product(dtype: torch.dtype, tokens: int, poisoned: None) -> None:
             assert_agrees(x, cos.to(dtype), sin.to(dtype), interleaved=interleaved)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_strided_views(backend: Backend, device: str) -> None:
-    """Heads of a fused projection, token by token, as vLLM has them."""
-    x = torch.randn(1, 50, 6, 64, device=device)[:, :, 1:4].transpose(1, 2)
-    cos, sin = (
-        part.transpose(1, 2).contiguous().transpose(1, 2) for part in angles(1, 50, 64, device)
-    )
-    assert_agrees(x, cos, sin, backend=backend)
-
-
 def test_without_rotation(device: str) -> None:
     x, none = torch.randn(1, 2, 5, 16, device=device), torch.empty(1, 5, 0, device=device)
     assert unrotate(x, none, none) is x

@@ -191,14 +191,6 @@ def test_any_lengths(
     check(case, backend, device)
 
 
-@pytest.mark.slow
-def test_accepts_strided_views(device: str) -> None:
-    q, _, _, weight = Case(2, 4, 2, 70, 64, (2, 3)).inputs(device)
-    shared.assert_strides_accepted(
-        lambda k, v: conv_decode(q, k, v, weight, backend="triton"), device
-    )
-
-
 @pytest.mark.gpu
 def test_cuda_graph() -> None:
     """A captured step follows in-place changes of lengths, bit by bit."""

@@ -321,33 +321,6 @@ def test_nothing_selected(backend: Backend, device: str) -> None:
     assert (got.lse == -torch.inf).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_accepts_strided_views(backend: Backend, device: str) -> None:
-    """Pages of one buffer of all layers, head-major queries, and views of tables, lengths and
-    masks.
-    """
-    case = Case(16, 32, 4, 2, 64, 4, ((33, 40), (0, 7)))
-    q, cache, cu_queries, mask, _, _ = problem = make(case, device)
-    assert mask is not None
-    options: dict[str, Any] = {**problem.options(case), "backend": backend}
-    want = paged_block_sparse_attention(q, cache, cu_queries, mask, **options)
-
-    def strided(x: Tensor) -> Tensor:
-        return torch.stack([x, x + 1], -1)[..., 0]
-
-    buffer = torch.stack([cache.k, cache.v, cache.v, cache.k], 2)  # [P, page, layers x 2, Hkv, D]
-    views = PagedKeys(
-        buffer[:, :, 0], buffer[:, :, 1], cache.table.T.contiguous().T, strided(cache.kv_len)
-    )
-    wide_mask = torch.stack([mask, ~mask], -1)[..., 0]
-    for queries in (q.transpose(0, 1).contiguous().transpose(0, 1), strided(q)):
-        got = paged_block_sparse_attention(
-            queries, views, strided(cu_queries), wide_mask, **options
-        )
-        shared.assert_same(got, want)
-
-
 def test_the_cache_is_not_copied(device: str) -> None:
     case = Case(16, 32, 2, 1, 64, 0, ((5, 9),))
     q, cache, cu_queries, _, _, _ = problem = make(case, device)

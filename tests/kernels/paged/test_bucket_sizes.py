@@ -139,17 +139,6 @@ def test_adds_the_new_keys(
     assert torch.equal(got, counted(buckets, all_keys, num_buckets))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_accepts_any_strides(backend: Backend, device: str) -> None:
-    slots, table, kv_len = pages_of(random_buckets(2, 2, 111, 10, device), (111, 30), 16)
-    want = paged_bucket_sizes(slots, table, kv_len, num_buckets=10, backend=backend)
-    slots = slots.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    table = torch.stack([table, -table], -1)[..., 0]
-    assert torch.equal(
-        paged_bucket_sizes(slots, table, kv_len, num_buckets=10, backend=backend), want
-    )
-
-
 def test_counts_nothing_beyond_the_table(device: str) -> None:
     """The kernel does not check lengths: one beyond the pages counts those alone."""
     slots, table, _ = pages_of(random_buckets(2, 2, 32, 10, device), (32, 32), 16)
