@@ -261,6 +261,11 @@ def left_padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
+def positions_of(mask: Tensor) -> Tensor:
+    """Returns the positions of left-padded tokens, int64 ``[B, N]``."""
+    return (mask.cumsum(-1) - 1).clamp(min=0)
+
+
 def save_tokenizer(folder: Path, vocab_size: int = 128) -> None:
     """Saves a word-level tokenizer with the vocabulary ``t0 t1 ...`` in transformers' format."""
     vocab = {f"t{i}": i for i in range(vocab_size)}

@@ -32,9 +32,8 @@ from msattn.trainer.errors import UserError, first_line, run_program
 from msattn.trainer.evaluate.report.tables import with_columns
 from msattn.trainer.methods.gate.attn_gate import Gate
 from msattn.trainer.models.parallel import ModelShard
-from msattn.trainer.serving.build import ModelInfo, build_sparse
+from msattn.trainer.serving.build import AttachOptions, ModelInfo, build_sparse
 from msattn.trainer.serving.engines.vllm.metadata import Metadata
-from msattn.trainer.serving.build import AttachOptions
 from msattn.trainer.serving.paged.state import PagedState
 
 HEADS, KV_HEADS, HEAD_SIZE = 32, 8, 128

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 from msattn.trainer.config import GateConfig, SelectConfig
@@ -25,6 +24,7 @@ from tests.factory import (
     FAMILIES,
     ROPE_TYPES,
     left_padded,
+    positions_of,
     random_partition,
     random_tokens,
     tiny_model,
@@ -41,10 +41,6 @@ from tests.sparse import (
 HALF: Any = SelectConfig(sparsity=0.5, scores="gate", sink_blocks=0, local_blocks=0)
 TRAINING_FREE = ("quest", "mean_pool", "sink_local", "oracle")
 MODELS = [*zip(cycle(FAMILIES), ROPE_TYPES, strict=False)]  # each type of RoPE, families in turn
-
-
-def positions_of(mask: Tensor) -> Tensor:
-    return (mask.cumsum(-1) - 1).clamp(min=0)
 
 
 @pytest.mark.parametrize(

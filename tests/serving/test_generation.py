@@ -16,7 +16,14 @@ from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.contiguous.bucket_layers import BucketLayer
-from tests.factory import FAMILIES, left_padded, random_partition, random_tokens, tiny_model
+from tests.factory import (
+    FAMILIES,
+    left_padded,
+    positions_of,
+    random_partition,
+    random_tokens,
+    tiny_model,
+)
 from tests.serving.decoding import ALL_BUCKETS, ROUTED, check_steps, close, generate
 from tests.sparse import NEAREST_HALF, gate_for
 
@@ -98,6 +105,30 @@ def test_rows_of_a_batch_are_read_as_alone(dense_below: int, where: str) -> None
         batch = generate(model, ids, mask)
         for number, row in enumerate(rows):
             close(batch[:, number], generate(model, row[None])[:, 0])
+
+
+@torch.no_grad()
+def test_several_new_tokens_of_padded_rows_are_read_as_alone(where: str) -> None:
+    model, rows = tiny_model().to(where), [random_tokens(1, n, seed=n)[0] for n in (90, 70)]
+    ids, mask = left_padded(rows)
+    ids, mask = ids.to(where), mask.to(where)
+    new = random_tokens(2, 5).to(where)
+
+    def logits(prompt: Tensor, added: Tensor, given: Tensor) -> Tensor:
+        cache = DynamicCache(config=model.config)
+        model(prompt, attention_mask=given, position_ids=positions_of(given), past_key_values=cache)
+        whole = torch.cat([given, torch.ones_like(added)], 1)
+        positions = positions_of(whole)[:, -5:]
+        return model(
+            added, attention_mask=whole, position_ids=positions, past_key_values=cache
+        ).logits
+
+    with attach(model, **ROUTED):
+        batch = logits(ids, new, mask)
+        for number, row in enumerate(rows):
+            alone = row[None].to(where)
+            own = logits(alone, new[number : number + 1], torch.ones_like(alone))
+            close(batch[number], own[0])
 
 
 @torch.no_grad()

@@ -407,7 +407,7 @@ def _as_batch(x: LayerInputs, row: int) -> tuple[LayerInputs, Tensor]:
         v=x.v[one].expand(queries, -1, -1, -1),
         q_nope=as_rows(x.q_nope),
         k_nope=as_rows(x.k_nope),
-        kv_start=None if x.kv_start is None else x.kv_start[one].expand(queries),
+        kv_start=None if x.kv_start is None else x.kv_start[one].expand(queries).contiguous(),
         kv_len=kv_len,
     )
     return batch, kv_len
