@@ -19,7 +19,7 @@ from msattn.trainer.methods.untrained.routers.quest import QuestBlocks
 from msattn.trainer.methods.untrained.routers.random import RandomBuckets
 from msattn.trainer.methods.untrained.scores.mean_pool import MeanPool
 from msattn.trainer.serving.attach import attach
-from msattn.trainer.serving.input_checks import check_inputs
+from msattn.trainer.serving.hooks import check_inputs
 from tests.factory import random_partition, random_tokens, tiny_config, tiny_model
 from tests.methods.gate.random_gates import random_decode_gate
 from tests.serving.decoding import ROUTED

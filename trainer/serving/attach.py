@@ -167,8 +167,8 @@ def attach(
     with (
         tap(model, sparse.attend, steps.attention),
         steps.installed(),
-        batching(model, sparse, cuda_graphs=options.cuda_graphs),
-        hooked(decoder(model), sparse),
+        batching(model, sparse, cuda_graphs=options.cuda_graphs) as managers,
+        hooked(decoder(model), sparse, managers),
         padding_before_text(model),
     ):
         yield sparse

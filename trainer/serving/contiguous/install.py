@@ -1,10 +1,11 @@
 """Installation of an attached model's layers in a transformers cache, with checks that the cache
-supports them.
+supports them, holds tokens of this model and has room for more.
 """
 
 from collections.abc import Container, Sequence
 from typing import Any
 
+import torch
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
@@ -17,13 +18,15 @@ from transformers.cache_utils import (
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import Router
+from msattn.trainer.models.families import head_dim, num_kv_heads
 from msattn.trainer.serving.contiguous.bucket_layers import (
     REBUILD_EVERY,
     BlockLayer,
     BucketLayer,
     ClusterLayer,
 )
-from msattn.trainer.serving.contiguous.layers import GrowingLayer
+from msattn.trainer.serving.contiguous.buffers import grown_capacity
+from msattn.trainer.serving.contiguous.layers import GrowingCache, GrowingLayer
 
 LAYERS: dict[str, type[BucketLayer]] = {
     "buckets": BucketLayer,
@@ -90,6 +93,81 @@ def check_cache(cache: Any, replaced: Sequence[int], num_layers: int) -> None:
         raise UserError(
             f"past_key_values: {kind} cannot be read sparsely; expected a DynamicCache or "
             f"StaticCache"
+        )
+
+
+def check_held(
+    cache: GrowingCache,
+    config: Any,
+    num_layers: int,
+    served: Sequence[int],
+    batch: int,
+    kv_heads: int,
+    *,
+    every_layer: bool,
+) -> None:
+    """Raises UserError unless a cache holds the keys and values of ``batch`` sequences of this
+    model.
+
+    The layers ``served`` are GrowingLayers with the ``kv_heads`` of this process. Every layer is
+    checked once for each cache; the first and the last layer show whether a pass was interrupted.
+    """
+    layers = cache.layers
+    length = layers[served[0]].get_seq_length()
+    if len(layers) != num_layers:
+        raise UserError(
+            f"past_key_values: it has {len(layers)} layers; expected {num_layers}, as in the model"
+        )
+    accepted = [batch, kv_heads, length, head_dim(config)]
+    for number in served if every_layer else (served[0], served[-1]):
+        for buffer in (layers[number].key_buffer, layers[number].value_buffer):
+            memory = buffer.memory if buffer.length else None
+            shape = accepted.copy() if memory is None else list(memory.shape)
+            shape[2] = min(buffer.length, shape[2])
+            if shape != accepted:
+                raise UserError(
+                    f"past_key_values: it holds {shape} [sequences, heads, tokens, size]; expected "
+                    f"{accepted}"
+                )
+
+
+def check_memory(
+    cache: GrowingCache,
+    config: Any,
+    served: Sequence[int],
+    batch: int,
+    tokens: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Raises UserError if a static cache has no room for ``tokens`` more, or a GPU has too little
+    free memory.
+    """
+    first, length = cache.layers[served[0]], cache.get_seq_length()
+    capacity, limit = first.key_buffer.capacity, first.max_cache_len
+    if limit is not None and length + tokens > limit:
+        raise UserError(
+            f"past_key_values: max_cache_len={limit}: {length + tokens} tokens need as many "
+            f"positions"
+        )
+    if device.type != "cuda" or length + tokens <= capacity:
+        return
+    size_of_token = (
+        2 * batch * num_kv_heads(config) * head_dim(config) * dtype.itemsize * len(served)
+    )
+    wanted, allocated = grown_capacity(length + tokens), size_of_token * capacity
+    # layers grow in turn
+    needed = (
+        size_of_token * wanted - allocated + max(allocated, size_of_token * wanted) // len(served)
+    )
+    reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + reusable
+    if needed > free:
+        raise UserError(
+            f"past_key_values: a cache of {wanted:,} positions for {batch} sequences needs "
+            f"{needed:,} bytes more, and {free:,} "
+            "bytes are free; shorten the prompt or make the batch smaller"
         )
 
 

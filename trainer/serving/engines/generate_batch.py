@@ -31,7 +31,6 @@ from msattn.trainer.serving.engines.batch_pages import (
     AllocatedState,
     begin_pass,
     check_version,
-    is_paged,
 )
 from msattn.trainer.serving.engines.whole_blocks import WholeBlocks
 from msattn.trainer.serving.graphs.capture import uncapturable
@@ -45,28 +44,23 @@ MAX_REQUESTS = 256
 
 
 @contextmanager
-def batching(model: Any, sparse: Sparse, *, cuda_graphs: bool) -> Iterator[None]:
-    """Lets a model create managers of continuous batching inside the context, which end with it."""
+def batching(model: Any, sparse: Sparse, *, cuda_graphs: bool) -> Iterator["Managers | None"]:
+    """Lets a model create managers of continuous batching inside the context, which end with it;
+    None for a model without them.
+    """
     original = getattr(model, "init_continuous_batching", None)
     if original is None:
-        yield
+        yield None
         return
     managers = Managers(original, sparse, cuda_graphs=cuda_graphs)
-    base = decoder(model)
-    hooks = (
-        base.register_forward_pre_hook(managers.begin_pass, with_kwargs=True),
-        base.register_forward_hook(managers.end_pass, with_kwargs=True),
-    )
     with (
         replaced(managers.model, managers.create, name="init_continuous_batching"),
         replaced(managers.model, managers.generate_batch, name="generate_batch"),
     ):
         try:
-            yield
+            yield managers
         finally:
             managers.end()
-            for hook in hooks:
-                hook.remove()
 
 
 class Managers(NotCopied):
@@ -136,25 +130,14 @@ class Managers(NotCopied):
             check_prompt(prompt, self.model.config)
         return self.original_batch(inputs, *args, **kwargs)
 
-    def begin_pass(
-        self, module: Any, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]]:
-        """Forward pre-hook of the decoder that describes a pass over a manager's cache to its
-        layers; UserError for a manager of another attention.
+    def begin_pass(self, config: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the arguments of the decoder, which describe the pass over a manager's cache to
+        its layers; UserError for a manager of another attention.
         """
-        cache = kwargs.get("cache")
-        if cache is None or not is_paged(cache):  # of generate
-            return args, kwargs
-        current = begin_pass(self.sparse.paged, self._state(cache, module.config), kwargs)
+        current = begin_pass(self.sparse.paged, self._state(kwargs["cache"], config), kwargs)
         attend = partial(self.sparse.attend_pages, current)
         # transformers makes no mask where it gets one
-        return args, {**kwargs, PAGES: attend, "attention_mask": torch.empty(1, 1, 0, 0)}
-
-    def end_pass(self, module: Any, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """Forward hook of the decoder."""
-        if (attend := kwargs.get(PAGES)) is not None:
-            (current,) = attend.args
-            self.sparse.paged.end(current)
+        return {**kwargs, PAGES: attend, "attention_mask": torch.empty(1, 1, 0, 0)}
 
     def _state(self, cache: Any, config: Any) -> AllocatedState:
         with self._lock:
