@@ -15,9 +15,8 @@ from msattn.trainer.config.policies import TopK
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
-from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.methods.gate.scores import GateScores
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.families import head_dim, num_kv_heads, served_layers
 from msattn.trainer.models.identity import fingerprint

@@ -51,8 +51,7 @@ from msattn.trainer.evaluate.row import EvalRow, Setting, flat
 from msattn.trainer.evaluate.task import prepare, task_module, task_of
 from msattn.trainer.evaluate.tasks.perplexity import heldout_chunks, prefill
 from msattn.trainer.methods.base import DENSE
-from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.gate.scores import GATE_SCORERS
+from msattn.trainer.methods.gate.attn_gate import GATE_SCORERS, Gate
 from msattn.trainer.methods.thresholds import SPARSITIES
 from msattn.trainer.methods.untrained import untrained_scorer
 from msattn.trainer.progress import Progress

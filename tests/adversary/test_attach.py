@@ -19,8 +19,7 @@ from msattn.trainer.config.policies import TopK
 from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
-from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.gate.scores import GateScores
+from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.scores.quest import Quest
 from tests.adversary.attached import (

@@ -5,8 +5,8 @@ from msattn.trainer.evaluate.row import WINDOW
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
+from msattn.trainer.methods.gate.attn_gate import GateScores, QuestionScores
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
-from msattn.trainer.methods.gate.scores import GateScores, QuestionScores
 from msattn.trainer.methods.untrained import untrained_router, untrained_scorer
 
 KINDS = [

@@ -13,8 +13,7 @@ from transformers import DynamicCache
 from msattn.trainer.config import GateConfig, SelectConfig
 from msattn.trainer.config.policies import TopK
 from msattn.trainer.methods.blocks import AlwaysRead
-from msattn.trainer.methods.gate.attn_gate import Gate, pool_keys
-from msattn.trainer.methods.gate.scores import GateScores
+from msattn.trainer.methods.gate.attn_gate import Gate, GateScores, pool_keys
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.tap import LayerInputs, tap

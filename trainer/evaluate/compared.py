@@ -18,8 +18,7 @@ from msattn.trainer.evaluate.row import WINDOW, Setting
 from msattn.trainer.evaluate.task import task_of
 from msattn.trainer.methods.base import CALIBRATED, DENSE, INDEPENDENT, ROPE, TOP_K, Method, Scorer
 from msattn.trainer.methods.buckets import Router
-from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.gate.scores import GATE_SCORERS, GateScores
+from msattn.trainer.methods.gate.attn_gate import GATE_SCORERS, Gate, GateScores
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import BlockThresholds
 from msattn.trainer.methods.untrained import untrained_router, untrained_scorer

@@ -1,8 +1,9 @@
 """Methods, which choose the blocks or keys that are read, and the interface of block scorers."""
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.errors import UserError
@@ -10,6 +11,7 @@ from msattn.trainer.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from msattn.trainer.methods.blocks import RowCandidates
     from msattn.trainer.models.layer_attention import LayerInputs
 
 CALIBRATED = "calibrated"
@@ -119,3 +121,32 @@ class Scorer(Protocol):
     def sizes(self) -> BlockSizes: ...
 
     def __call__(self, x: "LayerInputs") -> "Tensor": ...
+
+
+@dataclass(frozen=True)
+class GateScorer(Scorer):
+    """Base class of scorers by a gate, which can select blocks without holding their scores.
+
+    Attributes
+    ----------
+    gate : the gate.
+    last_chunk_needs_keys : its scores of the last chunk of a prompt need every key, not only pooled
+        keys.
+    """
+
+    gate: Any
+    last_chunk_needs_keys: ClassVar[bool]
+
+    @abstractmethod
+    def select(
+        self,
+        x: "LayerInputs",
+        candidates: "RowCandidates",
+        counts: "Tensor",
+        limit: Mapping[str, Any],
+    ) -> "Tensor":
+        """Returns the bits of a block mask, int32 ``[B, Hq | Hkv, Tr, ceil(Tc / 32)]``.
+
+        ``counts`` and ``limit`` are the number of the best blocks and the threshold of
+        :class:`~msattn.trainer.config.policies.Best`.
+        """

@@ -9,6 +9,7 @@ synchronizes with the device.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +19,13 @@ from msattn.trainer.config.select import SelectConfig
 from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
-from msattn.trainer.methods.base import Scorer
+from msattn.trainer.methods.base import GateScorer, Scorer
 from msattn.trainer.methods.blocks import (
     SINK_AND_LOCAL,
     AlwaysRead,
     RowCandidates,
     candidate_blocks,
 )
-from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.gate.scores import GATE_SCORERS, GateScores
 from msattn.trainer.methods.thresholds import SHORT_ROWS, BlockThresholds, shortest_row
 from msattn.trainer.methods.untrained import untrained_scorer
 from msattn.trainer.models.layer_attention import LayerInputs
@@ -63,13 +62,13 @@ class Selection:
         return self.scorer.sizes
 
     @property
-    def gate(self) -> Gate | None:
+    def gate(self) -> Any:
         """The gate whose scores are used; None for other scores."""
-        return self.scorer.gate if isinstance(self.scorer, GateScores) else None
+        return self.scorer.gate if isinstance(self.scorer, GateScorer) else None
 
     def needs_keys(self, x: LayerInputs) -> bool:
         """Returns True if the scores of a pass need every key; gates may need only pooled keys."""
-        if not isinstance(self.scorer, GateScores):
+        if not isinstance(self.scorer, GateScorer):
             return True
         return x.ends_prompt and self.scorer.last_chunk_needs_keys
 
@@ -77,18 +76,19 @@ class Selection:
     def from_config(
         cls,
         cfg: SelectConfig,
-        gate: Gate | None = None,
+        gate: Any = None,
         *,
         scorer: Scorer | None = None,
         thresholds: BlockThresholds | None = None,
     ) -> "Selection":
         """Builds the selection that ``select.*`` describes.
 
-        Gate scores need a ``gate``; the scores ``a_shape`` need the ``scorer`` from
-        ``measure_spans``. In other cases ``scorer`` replaces the one named by ``cfg.scores``. The
-        policy ``calibrated`` uses ``thresholds`` from ``calibrate_blocks``, or those of the gate.
-        Raises UserError if one of these is missing, or if the thresholds were measured with other
-        always-read blocks, or for the policy ``multiscale`` over blocks of fewer keys than queries.
+        Gate scores need a ``gate`` (:class:`~msattn.trainer.methods.gate.attn_gate.Gate`); the
+        scores ``a_shape`` need the ``scorer`` from ``measure_spans``. In other cases ``scorer``
+        replaces the one named by ``cfg.scores``. The policy ``calibrated`` uses ``thresholds`` from
+        ``calibrate_blocks``, or those of the gate. Raises UserError if one of these is missing, or
+        if the thresholds were measured with other always-read blocks, or for the policy
+        ``multiscale`` over blocks of fewer keys than queries.
         """
         scorer = scorer or _scorer(cfg, gate)
         equal = "expected another policy for blocks of fewer keys than queries"
@@ -125,7 +125,7 @@ class Selection:
         """
         policy, candidates = self._policy(x), self.candidates(x)
         held = -(-x.num_queries // self.sizes.queries)
-        if isinstance(policy, Best) and isinstance(self.scorer, GateScores):
+        if isinstance(policy, Best) and isinstance(self.scorer, GateScorer):
             rule = policy.rule(candidates)
             if x.q.is_cuda:  # the kernels hold projected and mean keys, the reference scores
                 held = 2 * x.q.shape[3]
@@ -165,7 +165,7 @@ class Selection:
         return candidate_blocks(x, self.sizes, always)
 
 
-def _scorer(cfg: SelectConfig, gate: Gate | None) -> Scorer:
+def _scorer(cfg: SelectConfig, gate: Any) -> Scorer:
     if not cfg.by_gate:
         scorer = untrained_scorer(cfg.scores)
         given = vars(cfg) | cfg.sizes.arguments
@@ -178,7 +178,7 @@ def _scorer(cfg: SelectConfig, gate: Gate | None) -> Scorer:
             f"the scores of a baseline"
         )
     cfg.check_gate(gate.cfg.sizes)
-    return GATE_SCORERS[cfg.scores](gate, cfg.last_block)
+    return replace(gate.scorer(cfg.scores), last_block=cfg.last_block)
 
 
 def always_read(cfg: SelectConfig, recorded: AlwaysRead = SINK_AND_LOCAL) -> AlwaysRead:

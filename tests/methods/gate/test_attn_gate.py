@@ -16,9 +16,8 @@ from msattn.trainer.config import LOSSES, BlockSizes, SelectConfig
 from msattn.trainer.config.policies import TopK
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks, visible_blocks
-from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate
+from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate, GateScores
 from msattn.trainer.methods.gate.distillation import GateDistiller, gate_loss, gate_recall
-from msattn.trainer.methods.gate.scores import GateScores
 from msattn.trainer.methods.gate.train import gate_thresholds
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import Allocation

@@ -14,9 +14,8 @@ from msattn.trainer.config import SelectConfig
 from msattn.trainer.config.policies import TopK
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.blocks import AlwaysRead, sparsity
-from msattn.trainer.methods.gate import scores as gate_scores
-from msattn.trainer.methods.gate.attn_gate import Gate, pool_keys
-from msattn.trainer.methods.gate.scores import QuestionScores
+from msattn.trainer.methods.gate import attn_gate
+from msattn.trainer.methods.gate.attn_gate import Gate, QuestionScores, pool_keys
 from msattn.trainer.methods.gate.train import gate_thresholds
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.layer_attention import LayerInputs, Pooled
@@ -29,7 +28,7 @@ FEWER_KEYS = {"block_size": 2 * BLOCK, "key_block_size": BLOCK}
 
 @pytest.fixture(autouse=True)
 def _few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_scores, "LAST_QUERIES", LAST)
+    monkeypatch.setattr(attn_gate, "LAST_QUERIES", LAST)
 
 
 def attention_of_last(x: LayerInputs, b: int, head: int) -> dict[int, Tensor]:
@@ -65,7 +64,7 @@ def by_definition(gate: Gate, x: LayerInputs) -> Tensor:
                 own = masses.view(blocks, sizes.keys).sum(1)
                 of_query[position] = torch.maximum(of_query.get(position, own), own)
         columns = torch.stack([*of_query.values()]).sum(0)
-        columns *= gate_scores.COLUMNS / columns.sum()
+        columns *= attn_gate.COLUMNS / columns.sum()
         for r, begin in enumerate(range(first, keys, sizes.queries)):
             queries = range(begin, min(begin + sizes.queries, keys))
             joined = torch.zeros(blocks, dtype=torch.float64)

@@ -12,8 +12,7 @@ from msattn.trainer.config.policies import CalibratedLayer, Threshold, TokenBudg
 from msattn.trainer.methods import selection as select
 from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.blocks import sparsity as share_unread
-from msattn.trainer.methods.gate.attn_gate import pool_keys
-from msattn.trainer.methods.gate.scores import GATE_SCORERS
+from msattn.trainer.methods.gate.attn_gate import GATE_SCORERS, pool_keys
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.layer_attention import Pooled, selected_attention
 from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_model

@@ -21,8 +21,7 @@ from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.budgets import KeyThresholds
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
-from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.gate.scores import QuestionScores
+from msattn.trainer.methods.gate.attn_gate import Gate, QuestionScores
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.untrained.routers.random import RandomBuckets
 from msattn.trainer.models.tap import LayerInputs

@@ -21,8 +21,7 @@ from msattn.trainer.memory import peak_memory
 from msattn.trainer.methods.base import DENSE, RANDOM_WEIGHTS
 from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
-from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.methods.gate.scores import GATE_SCORERS
+from msattn.trainer.methods.gate.attn_gate import GATE_SCORERS, Gate
 from msattn.trainer.serving.contiguous.install import install_layers
 
 ALWAYS_DENSE = 10**9  # keys; no cache is as long

@@ -19,8 +19,7 @@ from torch import Tensor
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import print_once
 from msattn.trainer.methods.base import Scorer
-from msattn.trainer.methods.gate.attn_gate import MEAN_WEIGHT, TARGET, Gate
-from msattn.trainer.methods.gate.scores import GateScores
+from msattn.trainer.methods.gate.attn_gate import MEAN_WEIGHT, TARGET, Gate, GateScores
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, calibrate_blocks, shortest_row
 from msattn.trainer.methods.untrained.scores.oracle import Oracle

@@ -26,9 +26,8 @@ from msattn.trainer.methods.blocks import (
     normalize_rows,
     visible_blocks,
 )
-from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.attn_gate import Gate, GateScores
 from msattn.trainer.methods.gate.maps import BlockMaps
-from msattn.trainer.methods.gate.scores import GateScores
 from msattn.trainer.models.layer_attention import LayerInputs, attention_recall, selected_attention
 from msattn.trainer.models.tap import run_backbone, run_tapped, tap
 

@@ -13,7 +13,7 @@ from msattn.trainer import artifacts, data, models
 from msattn.trainer.config import FinetuneConfig, TrainGateConfig
 from msattn.trainer.errors import print_once
 from msattn.trainer.methods.buckets import decode_defaults, decode_window
-from msattn.trainer.methods.gate.attn_gate import Gate
+from msattn.trainer.methods.gate.attn_gate import GATE_SCORERS, Gate
 from msattn.trainer.methods.gate.choices import (
     TARGETS,
     WEIGHTS,
@@ -26,7 +26,6 @@ from msattn.trainer.methods.gate.decode_distillation import DecodeGateDistiller,
 from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import RECALL_SPARSITIES, GateDistiller, gate_recall
 from msattn.trainer.methods.gate.maps import BlockMaps
-from msattn.trainer.methods.gate.scores import GATE_SCORERS
 from msattn.trainer.methods.key_thresholds import calibrate_keys
 from msattn.trainer.methods.thresholds import (
     CALIBRATION_CHUNKS,
