@@ -20,7 +20,7 @@ from tests.sparse import gate_for, save
 from tests.vllm.engines import EVERY_KEY, MODEL, OPTIONS, answers, engine
 
 ENGINES: dict[str, tuple[dict[str, Any], str]] = {
-    "pages": ({"block_size": 32}, "block_size=32: expected 64, 128, 256"),
+    "pages": ({"block_size": 512}, "block_size=512: expected 16, 32, 64, 128, 256"),
 }
 GIVEN: dict[str, tuple[Any, str]] = {
     "no mapping": (

@@ -3,9 +3,14 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
+from msattn.trainer.methods.gate.attn_gate import pool_keys
+from msattn.trainer.models.layer_attention import LayerInputs
+from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.attach import Sparse
+from msattn.trainer.serving.paged.state import PagedState, PromptChunk
 
 NEW = 10
 GREEDY = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -43,3 +48,14 @@ def together(
     ).values()
     assert [output.error for output in outputs] == [None] * len(outputs)
     return [output.generated_tokens for output in outputs]
+
+
+def pooled_again(
+    state: PagedState, x: LayerInputs, prompt: PromptChunk, rotation: Rotation | None
+) -> Tensor:
+    """Returns what ``PagedState.pool_keys`` does, from the cached keys alone."""
+    assert state.gate is not None
+    assert rotation is not None
+    keys, _ = state.keys(x.layer, prompt.table, 0, prompt.keys, x.k.dtype)
+    before_rope = rotation.invert(keys, torch.arange(prompt.keys)[None])
+    return pool_keys(state.gate.cached_pools, before_rope, keys, block_size=state.block_size)

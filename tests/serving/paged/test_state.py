@@ -16,7 +16,6 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import RoutedQueries
 from msattn.trainer.methods.classifier.kmeans import KMeans
-from msattn.trainer.methods.gate.attn_gate import pool_keys as gate_pool_keys
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.attach import attach
@@ -24,7 +23,7 @@ from msattn.trainer.serving.dispatch import Dispatch
 from msattn.trainer.serving.paged.passes import PagedPass, Sequences
 from msattn.trainer.serving.paged.state import PagedState, PromptChunk
 from tests.factory import prompts_of, random_partition, tiny_model
-from tests.serving.paged.batches import GREEDY, PAGE, alone, answer, together
+from tests.serving.paged.batches import GREEDY, PAGE, alone, answer, pooled_again, together
 from tests.sparse import BLOCK, EVERY_BLOCK, attach_reading_all, gate_for
 
 AFTER_ROPE = KMeans(random_partition().centroids, random_partition().layers, rope=True)
@@ -47,11 +46,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         state: PagedState, x: LayerInputs, prompt: PromptChunk, rotation: Rotation | None
     ) -> Tensor:
         pooled = pool(state, x, prompt, rotation)
-        assert state.gate is not None
-        assert rotation is not None
-        keys, _ = state.keys(x.layer, prompt.table, 0, prompt.keys, x.k.dtype)
-        before_rope = rotation.invert(keys, torch.arange(prompt.keys)[None])
-        expected = gate_pool_keys(state.gate.cached_pools, before_rope, keys, block_size=BLOCK)
+        expected = pooled_again(state, x, prompt, rotation)
         torch.testing.assert_close(pooled, expected, rtol=1e-4, atol=1e-4)
         counts["known blocks"] += prompt.pooled
         counts["recovered blocks"] += (prompt.keys - prompt.queries) // BLOCK - prompt.pooled

@@ -311,23 +311,16 @@ def check_layers(config: Any, engine: str) -> None:
         )
 
 
-def check_page_size(size: int, sparse: Sparse, name: str = "page_size") -> None:
-    """Raises UserError for pages that do not hold whole blocks of the selection; ``name`` is the
-    setting's name.
-    """
-    block, _ = sparse.paged.chunks
-    require(
-        size % block == 0,
-        name,
-        size,
-        f"expected a multiple of {block}, the block size of the selection",
-    )
-
-
 def check_config(config: "ContinuousBatchingConfig", sparse: Sparse) -> None:
     """Raises UserError for a configuration value that sparse attention does not support."""
-    check_page_size(config.page_size, sparse)
-    tokens, least = config.max_batch_tokens, 2 * sparse.paged.chunks[0]
+    block, _ = sparse.paged.chunks
+    require(
+        config.page_size % block == 0,
+        "page_size",
+        config.page_size,
+        f"expected a multiple of {block}, the block size of the selection",
+    )
+    tokens, least = config.max_batch_tokens, 2 * block
     keys = "max_batch_tokens, server.batch_tokens"
     require(
         tokens is None or tokens >= least, keys, tokens, f"expected {least} or more, two blocks"

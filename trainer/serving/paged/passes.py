@@ -412,8 +412,7 @@ class PagedPasses:
         """
         if current.state.pooled:  # not before the pass has computed them
             state = current.state
-            blocks = current.pages * state.is_pooled.shape[1] + current.offsets // state.block_size
-            state.mark_pooled(blocks, pooled=False)
+            state.mark_pooled(state.blocks_of(current.pages, current.offsets), pooled=False)
         rows, sizes, dense = current.decoded, current.state.sizes, False
         if self.dispatch.routed is not None and rows is not None:
             keys = rows.kv_len.sum() * (len(current.state.buckets) * current.state.kv_heads)

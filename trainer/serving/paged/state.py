@@ -47,8 +47,10 @@ class PagedState:
     :class:`~msattn.kernels.types.PagedKeys`. Keys of ``bucket_layers`` get ``buckets``, int16
     ``[P, page_size, Hkv]``. With a gate of configuration ``gate``, those of ``gated_layers`` that
     are in ``caches`` keep ``pooled`` keys of whole blocks, fp32
-    ``[P, page_size / block, Hkv, len(pools) * D]``; ``is_pooled``, bool ``[P, page_size / block]``,
-    is True for the blocks whose pooled keys are there, in every layer. With ``num_buckets``,
+    ``[P, blocks, Hkv, len(pools) * D]``; ``is_pooled``, bool ``[P, blocks]``, is True for the
+    blocks whose pooled keys are there, in every layer. These are the blocks that end in the page:
+    ``page_size / block`` of them, and at most one if a block spans several pages. Its last page
+    belongs to no other block, while sequences may share those before it. With ``num_buckets``,
     ``sizes`` counts the keys of each bucket.
     """
 
@@ -77,8 +79,8 @@ class PagedState:
                 self.sizes = BucketSizes(self.buckets, *rows, keys.device)
             self.pooled: dict[int, Tensor] = {}
             if gate is not None:
-                blocks, width = self.page_size // gate.sizes.keys, len(gate.cached_pools) * size
-                of_blocks = (pages, blocks, self.kv_heads, width)
+                blocks = max(1, self.page_size // gate.sizes.keys)
+                of_blocks = (pages, blocks, self.kv_heads, len(gate.cached_pools) * size)
                 self.pooled = {
                     layer: torch.zeros(of_blocks, device=keys.device)
                     for layer in gated_layers
@@ -123,7 +125,8 @@ class PagedState:
         """Returns the number of leading blocks of each sequence whose pooled keys are there: int64
         ``[B]``.
         """
-        return self.is_pooled[table.long()].flatten(1).cumprod(1).sum(1)
+        pages = max(1, self.block_size // self.page_size)  # of a block
+        return self.is_pooled[table[:, pages - 1 :: pages].long()].flatten(1).cumprod(1).sum(1)
 
     def mark_pooled(self, blocks: Tensor, *, pooled: bool) -> None:
         """Records whether the pooled keys of ``blocks``, numbered through all pages, are available.
@@ -138,8 +141,14 @@ class PagedState:
         ``[keys // block_size]``.
         """
         blocks = torch.arange(keys // self.block_size, device=table.device)
-        per_page = self.page_size // self.block_size
-        return table[blocks // per_page].long() * per_page + blocks % per_page
+        last = (blocks + 1) * self.block_size - 1
+        return self.blocks_of(table[last // self.page_size].long(), last % self.page_size)
+
+    def blocks_of(self, pages: Tensor, offsets: Tensor) -> Tensor:
+        """Returns the blocks of slots by their number among those of all pages. If a block spans
+        several pages, only its last one gives its number.
+        """
+        return pages * self.is_pooled.shape[1] + offsets // self.block_size
 
     def keys(
         self, layer: int, table: Tensor, first: int, end: int, dtype: torch.dtype

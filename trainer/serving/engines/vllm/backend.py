@@ -61,6 +61,11 @@ class Backend(AttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
         return list(PAGE_SIZES)
 
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Returns the size of pages if none is asked for: smaller ones take longer to read."""
+        return max(default_block_size, 64)
+
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int,

@@ -17,13 +17,13 @@ from msattn.trainer.models.identity import config_fingerprint
 from msattn.trainer.models.parallel import ModelShard
 from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.build import AttachOptions, ModelInfo, artifact_options, build_sparse
-from msattn.trainer.serving.engines.generate_batch import check_page_size, check_paged
+from msattn.trainer.serving.engines.generate_batch import check_paged
 from msattn.trainer.serving.implementation import configured_options
 
 SECTION = "msattn"  # key in additional_config
 DRAFTS = ("ngram", "draft_model")  # methods of speculative decoding
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "fp8", "fp8_e4m3")
-PAGE_SIZES = (64, 128, 256)  # whole blocks of gates, and what the kernels take
+PAGE_SIZES = (16, 32, 64, 128, 256)
 
 
 def sparse_of(config: Any, device: torch.device, layers: Iterable[int]) -> Sparse:
@@ -49,7 +49,6 @@ def sparse_of(config: Any, device: torch.device, layers: Iterable[int]) -> Spars
         raise UserError(
             "vLLM: it hands over keys after RoPE, and dynamic and longrope RoPE cannot be inverted"
         )
-    check_page_size(config.cache_config.block_size, sparse, "block_size")
     return sparse
 
 

@@ -85,8 +85,7 @@ class ReceivedKeys:
             k_nope = rotation.invert(k, positions[None]) if self.rotates[layer] else k
             buckets[pages, offsets] = router.assign(layer, k_nope, k)[0].T.to(buckets.dtype)
         if state.pooled:
-            blocks = pages * (state.page_size // state.block_size) + offsets // state.block_size
-            state.mark_pooled(blocks.unique(), pooled=False)
+            state.mark_pooled(state.blocks_of(pages, offsets).unique(), pooled=False)
         if state.sizes is not None:
             state.sizes.forget()
         self._keep(pages, offsets)
