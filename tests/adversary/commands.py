@@ -63,18 +63,28 @@ COMMANDS = {
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a text, a k-means and released gates. This process has then imported what the
-    commands import.
-    """
-    folder = tmp_path_factory.mktemp("prepared")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text and the three artifacts of a random model."""
+    folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         write_texts()
-        released(Path("theirs"))
-        for command in ("fit-kmeans", "eval", "bench", "import-gate", "doctor"):
+        for command in ("train-gate", "fit-kmeans", "train-qmodel"):
             succeed(*COMMANDS[command])
     return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(trained: Path) -> Path:
+    """The folder with released gates and the results of commands, which this process has then
+    imported.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(trained)
+        released(Path("theirs"))
+        for command in ("eval", "bench", "import-gate", "doctor"):
+            succeed(*COMMANDS[command])
+    return trained
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.adversary.commands import prepared, work  # noqa: F401  # fixtures
+from tests.adversary.commands import prepared, trained, work  # noqa: F401  # fixtures
 from tests.adversary.model_folders import Models
 from tests.adversary.tries import Tries
 from tests.hub_server import hub  # noqa: F401  # a fixture

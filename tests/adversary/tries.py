@@ -72,11 +72,12 @@ class Tries:
         *arguments: str,
         right: Callable[[str], bool] | None = None,
         accepted: bool | None = None,
+        says: str = "",
     ) -> None:
-        """Tries ``msattn *arguments``: exit code 2 and one line on stderr, or 0 and an output that
-        is ``right``.
+        """Tries ``msattn *arguments``: exit code 2 and one line on stderr, which holds ``says``, or
+        0 and an output that is ``right``.
         """
-        self.record(case, command_fault(arguments, right, good_ends(right, accepted)))
+        self.record(case, command_fault(arguments, right, good_ends(right, accepted), says))
 
     def check(self) -> None:
         """Fails unless there were tries, and each ended well."""
@@ -118,7 +119,7 @@ def python_fault(
 
 
 def command_fault(
-    arguments: Sequence[str], right: Callable[[str], bool] | None, ends: set[str]
+    arguments: Sequence[str], right: Callable[[str], bool] | None, ends: set[str], says: str
 ) -> str | None:
     """Returns how a command ended badly, or None. It runs in this process."""
     out, err, code = io.StringIO(), io.StringIO(), 0
@@ -131,11 +132,11 @@ def command_fault(
         return f"hung for {TIME_LIMIT:.0f} s"
     except BaseException as error:  # a traceback on a terminal
         return f"{type(error).__name__}: {error}"
-    return output_fault(code, out.getvalue(), err.getvalue(), right, ends)
+    return output_fault(code, out.getvalue(), err.getvalue(), right, ends, says)
 
 
 def output_fault(
-    code: int, out: str, err: str, right: Callable[[str], bool] | None, ends: set[str]
+    code: int, out: str, err: str, right: Callable[[str], bool] | None, ends: set[str], says: str
 ) -> str | None:
     """Returns how a command with these results ended badly, or None."""
     lines = [
@@ -148,7 +149,7 @@ def output_fault(
     if code == 2:
         if len(lines) != 1:
             return f"exit code 2 with {len(lines)} lines: {err[-300:]}"
-        return None if REFUSED in ends else f"refused: {lines[0]}"
+        return None if REFUSED in ends and says in lines[0] else f"refused: {lines[0]}"
     if code == 0:
         return (
             None if SERVED in ends and right is not None and right(out) else f"served: {out[-200:]}"
