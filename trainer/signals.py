@@ -29,16 +29,22 @@ def handle(handler: Handler) -> None:
 
 
 @contextmanager
-def handled(handler: Handler) -> Iterator[None]:
-    """Handles Ctrl-C and SIGTERM by ``handler`` inside the context."""
+def handled(handler: Handler) -> Iterator[Callable[[], None]]:
+    """Handles Ctrl-C and SIGTERM by ``handler`` inside the context, or until the function is called
+    that it yields.
+    """
     previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    handle(handler)
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         if threading.current_thread() is threading.main_thread():
             for number, each in previous.items():
                 signal.signal(number, each)
+
+    handle(handler)
+    try:
+        yield restore
+    finally:
+        restore()
 
 
 def end_at_once(number: int, frame: FrameType | None = None) -> None:

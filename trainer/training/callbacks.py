@@ -4,7 +4,6 @@ handling.
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -33,7 +32,7 @@ from msattn.trainer.config import TrainConfig
 from msattn.trainer.errors import TrainingDiverged
 from msattn.trainer.memory import peak_memory
 from msattn.trainer.progress import Progress, duration, postpone
-from msattn.trainer.signals import STOP_SIGNALS
+from msattn.trainer.signals import handled
 from msattn.trainer.training.checkpoints import (
     TrainingResult,
     describe_last_checkpoint,
@@ -346,15 +345,10 @@ class TrainingCallback(TrainerCallback):
         All ranks stop after the same step. Outside the main thread, where Python allows no
         handlers, signals are unchanged.
         """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        previous_handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
         def finish_step(number: int, frame: FrameType | None) -> None:
             self.signal = number
-            for stop_signal in STOP_SIGNALS:
-                signal.signal(stop_signal, previous_handlers[stop_signal])
+            restore()
             if self.stop_consensus.single_rank:  # torchrun prints a message of its own
                 name = signal.Signals(number).name
                 with suppress(OSError):  # stderr is closed or full
@@ -364,10 +358,5 @@ class TrainingCallback(TrainerCallback):
                         f"once\n".encode(),
                     )
 
-        for number in STOP_SIGNALS:
-            signal.signal(number, finish_step)
-        try:
+        with handled(finish_step) as restore:
             yield
-        finally:
-            for number in STOP_SIGNALS:
-                signal.signal(number, previous_handlers[number])
