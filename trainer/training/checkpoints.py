@@ -169,22 +169,9 @@ def _newest_settings(complete: list[Path], known: Mapping[str, Any]) -> dict[str
     """Returns the settings in the newest of the markers that can be read, which must have the
     ``known`` ones.
     """
-    damage = []
-    for checkpoint in reversed(complete):
-        try:
-            settings = read_marker(checkpoint).settings
-        except (UserError, OSError) as error:
-            damage.append(first_line(error))
-            continue
-        _check_settings(checkpoint, settings, known, partly=True)
-        return settings
-    raise _none_intact(damage)
-
-
-def _none_intact(damage: list[str]) -> UserError:
-    return UserError(
-        f"resume=true: no checkpoint is intact ({'; '.join(damage)}); {START_AGAIN} starts again"
-    )
+    checkpoint, marker, _ = _newest_intact(complete, files=False)
+    _check_settings(checkpoint, marker.settings, known, partly=True)
+    return marker.settings
 
 
 def _check_settings(
@@ -234,24 +221,35 @@ def prepare_resume(
 def _intact_checkpoint(checkpoints: Path, settings: dict[str, Any]) -> Path | None:
     """Returns the newest checkpoint with undamaged files; names damaged checkpoints on stderr."""
     complete = _complete_checkpoints(checkpoints)
+    if not complete:
+        return None
+    checkpoint, marker, damage = _newest_intact(complete, files=True)
+    _check_settings(checkpoint, marker.settings, settings)
+    for line in damage:
+        print_once(f"warning: {line}; the run continues from {checkpoint.name}")
+    return checkpoint
+
+
+def _newest_intact(complete: list[Path], *, files: bool) -> tuple[Path, Marker, list[str]]:
+    """Returns the newest of the checkpoints whose marker, and with ``files`` all that it lists, is
+    undamaged, and what is wrong with newer ones; raises UserError if none is.
+    """
     damage: list[str] = []
     for checkpoint in reversed(complete):
         try:
             marker = read_marker(checkpoint)
-            with activity(f"checking {checkpoint}"):
-                different = first_difference(checkpoint, marker.files, MARKER)
-            if different is not None:
-                raise UserError(f"{checkpoint}: {different}")
+            if files:
+                with activity(f"checking {checkpoint}"):
+                    different = first_difference(checkpoint, marker.files, MARKER)
+                if different is not None:
+                    raise UserError(f"{checkpoint}: {different}")
         except (UserError, OSError) as error:
             damage.append(first_line(error))
-            continue
-        _check_settings(checkpoint, marker.settings, settings)
-        for line in damage:
-            print_once(f"warning: {line}; the run continues from {checkpoint.name}")
-        return checkpoint
-    if damage:
-        raise _none_intact(damage)
-    return None
+        else:
+            return checkpoint, marker, damage
+    raise UserError(
+        f"resume=true: no checkpoint is intact ({'; '.join(damage)}); {START_AGAIN} starts again"
+    )
 
 
 @contextmanager
