@@ -5,13 +5,14 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from annotated_types import Ge, Interval
 from torch import Tensor, nn
 
 from msattn.kernels.common.densities import bucket_densities, dense_buckets
+from msattn.kernels.types import BucketIndex
 from msattn.trainer.artifacts import Artifact
 from msattn.trainer.config.model import ModelPresets
 from msattn.trainer.config.values import require
@@ -25,18 +26,16 @@ from msattn.trainer.models.parallel import ModelShard
 MAX_ROUTED_TOKENS = 32  # new tokens of a pass that each read buckets; more are a prompt
 PRESETS = ModelPresets()  # for routers whose manifest records nothing
 
-Sizes = Callable[[], Tensor]  # returns the numbers of keys in the buckets, [B, Hkv, C]
+Sizes = Callable[[], Tensor]  # returns the numbers of keys in the buckets, int32 [B, Hkv, C]
 
 
-class Buckets(Protocol):
+class Buckets(NamedTuple):
     """The buckets of a layer's cached keys, of which a router chooses some."""
 
-    @property
-    def summaries(self) -> Tensor | None:
-        """Summaries of blocks ``[B or 1, Hkv, P, S]``; None if the dense window holds every key."""
-
-    def sizes(self) -> Tensor:
-        """Returns the numbers of keys in the buckets, int32 ``[B, Hkv, C]``."""
+    sizes: Sizes
+    # of blocks [B or 1, Hkv, P, S], with free positions; None if the dense window holds every key
+    summaries: Tensor | None = None
+    index: BucketIndex | None = None  # of keys in one tensor
 
 
 class RoutedQueries(NamedTuple):

@@ -7,7 +7,7 @@ and none is counted twice.
 
 import copy
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from msattn.kernels.bucket_decode import bucket_decode
 from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.types import BucketIndex, SparseAttention
-from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS, RoutedQueries
+from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS, Buckets, RoutedQueries
 from msattn.trainer.methods.key_blocks import block_of_keys
 from msattn.trainer.models.layer_attention import LayerInputs, Pooled, score_options, with_sinks
 from msattn.trainer.models.rope import Rotation, keys_before_rope
@@ -28,26 +28,6 @@ REBUILD_EVERY = 64
 # tokens after which the bucket index is rebuilt, if the dense window is as long
 MAX_UNINDEXED = 1024
 ASSIGNED_AT_ONCE = 65536  # keys; bounds the memory of keys before RoPE
-
-
-class IndexedBuckets(NamedTuple):
-    """The buckets of cached keys: the index of the keys in them, their sizes and summaries."""
-
-    index: BucketIndex
-    counts: Tensor  # int32 [B, Hkv, C]
-    summaries: Tensor | None  # [B, Hkv, P, S], with free positions
-
-    def sizes(self) -> Tensor:
-        return self.counts
-
-    def of_sequence(self, row: int, queries: int) -> "IndexedBuckets":
-        """Returns those of one sequence for a batch of its queries; they share the summaries."""
-        one = slice(row, row + 1)
-        offsets, order, counts = (
-            part[one].expand(queries, -1, -1) for part in (*self.index, self.counts)
-        )
-        summaries = None if self.summaries is None else self.summaries[one]
-        return IndexedBuckets(BucketIndex(offsets, order), counts, summaries)
 
 
 class BucketLayer(GrowingLayer):
@@ -93,9 +73,9 @@ class BucketLayer(GrowingLayer):
         return None
 
     @property
-    def buckets(self) -> IndexedBuckets:
+    def buckets(self) -> Buckets:
         """The buckets of the indexed keys."""
-        return IndexedBuckets(self.index, self.sizes, self.summaries)
+        return Buckets(lambda: self.sizes, self.summaries, self.index)
 
     @property
     def index(self) -> BucketIndex:
@@ -203,19 +183,30 @@ class BucketLayer(GrowingLayer):
         of queries over its keys.
         """
         assert dispatch.routed is not None
-        buckets, short, recent = self.buckets, None, dispatch.routed.recent
+        short, recent = None, dispatch.routed.recent
         if x.kv_start is not None:
             short = dispatch.short_sequences(len(x.q), x.num_keys, x.kv_start)
         if x.num_queries == 1:
             window = whole_window(self.window(recent), x.num_keys, short)
-            return [RoutedQueries(x, buckets, window)]
+            return [RoutedQueries(x, self.buckets, window)]
         rows = []
         for row in range(len(x.q)):
             batch, kv_len = _as_batch(x, row)
             window = (kv_len - self.indexed).clamp(min=recent)
             window = whole_window(window, kv_len, None if short is None else short[row])
-            rows.append(RoutedQueries(batch, buckets.of_sequence(row, x.num_queries), window))
+            rows.append(RoutedQueries(batch, self._of_sequence(row, x.num_queries), window))
         return rows
+
+    def _of_sequence(self, row: int, queries: int) -> Buckets:
+        """Returns the buckets of one sequence for a batch of its queries; they share the
+        summaries.
+        """
+        one = slice(row, row + 1)
+        offsets, order, sizes = (
+            part[one].expand(queries, -1, -1) for part in (*self.index, self.sizes)
+        )
+        summaries = None if self.summaries is None else self.summaries[one]
+        return Buckets(lambda: sizes, summaries, BucketIndex(offsets, order))
 
     def counts(self, x: LayerInputs, statistics: Statistics) -> Tensor:
         """Returns the counter of the keys that queries read, int64 ``[B, Hkv]``."""
@@ -378,10 +369,10 @@ def rebuild_every(recent: int) -> int:
 def _decode(
     queries: RoutedQueries, probes: Tensor, sink: int, counts: Tensor | None
 ) -> SparseAttention:
-    x, buckets = queries.x, queries.buckets
-    assert isinstance(buckets, IndexedBuckets)
+    x, index = queries.x, queries.buckets.index
+    assert index is not None
     state = bucket_decode(
-        x.q, x.k, x.v, buckets.index, probes, recent=queries.window, sink=sink, kv_len=x.kv_len,
+        x.q, x.k, x.v, index, probes, recent=queries.window, sink=sink, kv_len=x.kv_len,
         distinct=True, counts=counts, **score_options(x),
     )  # fmt: skip
     return with_sinks(x, state)

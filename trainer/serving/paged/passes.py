@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from msattn.kernels.paged import (
 from msattn.kernels.paged.write import write_pages
 from msattn.kernels.types import PagedKeys, SparseAttention
 from msattn.trainer.config.sizes import BlockSizes
-from msattn.trainer.methods.buckets import RoutedQueries
+from msattn.trainer.methods.buckets import Buckets, RoutedQueries
 from msattn.trainer.methods.budgets import KeyShare
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.families import served_layers
@@ -75,9 +75,16 @@ class Sequences:
         if self.window is None:
             short = dispatch.short_sequences(len(self.kv_len), self.kv_len)
             self.window = whole_window(dispatch.routed.recent, self.kv_len, short)
-        buckets = PagedBuckets(self, x.layer, dispatch.routed.router.num_buckets)
+        buckets = Buckets(partial(self._bucket_sizes, x.layer, dispatch.routed.router.num_buckets))
         batch = replace(x, q=q, q_nope=q_nope, kv_len=self.kv_len)
         return [RoutedQueries(batch, buckets, self.window)]
+
+    def _bucket_sizes(self, layer: int, num_buckets: int) -> Tensor:
+        """Returns the numbers of keys in the buckets, int32 ``[B, Hkv, C]``."""
+        state, where = self.state, (self.state.buckets[layer], self.table, self.kv_len)
+        if state.sizes is None or self.counted_len is None:
+            return paged_bucket_sizes(*where, num_buckets=num_buckets)
+        return state.sizes.count(layer, *where, self.counted_len)
 
     def counts(self, x: LayerInputs, statistics: Statistics) -> Tensor:
         """Returns the part of :meth:`PagedState.counter` for these sequences."""
@@ -104,23 +111,6 @@ class Sequences:
 
     def _cache(self, x: LayerInputs) -> PagedKeys:
         return self.state.paged_keys(x.layer, self.table, self.kv_len)
-
-
-class PagedBuckets(NamedTuple):
-    """The buckets of a layer's keys in the pages of sequences."""
-
-    rows: Sequences
-    layer: int
-    num_buckets: int
-    summaries: None = None
-
-    def sizes(self) -> Tensor:
-        """Returns the numbers of keys in the buckets, int32 ``[B, Hkv, C]``."""
-        rows, state = self.rows, self.rows.state
-        where = (state.buckets[self.layer], rows.table, rows.kv_len)
-        if state.sizes is None or rows.counted_len is None:
-            return paged_bucket_sizes(*where, num_buckets=self.num_buckets)
-        return state.sizes.count(self.layer, *where, rows.counted_len)
 
 
 @dataclass
