@@ -259,8 +259,14 @@ def test_the_examples_import_what_exists() -> None:
 def test_the_files_that_contributing_names_exist() -> None:
     text = (ROOT / "docs/contributing.md").read_text(encoding="utf-8")
     named = re.findall(r"`((?:kernels|trainer|conf|tests|docs|\.ci)/[\w./-]+)[` ]", text)
+    within = re.findall(r"`((?:serving|methods|models|config)/[\w./]+)`", text)
     assert len(named) > 30
-    assert not [path for path in named if not (ROOT / path).exists()]
+    assert len(within) > 15
+    assert not [
+        path
+        for path in [*named, *(f"trainer/{path}" for path in within)]
+        if not (ROOT / path).exists()
+    ]
 
 
 def anchors(document: Path) -> set[str]:
