@@ -47,7 +47,7 @@ $(VLLM_INSTALLED): pyproject.toml
 	@touch $@
 
 test-vllm: $(VLLM_INSTALLED)  ## the attention backend inside vLLM, on a CPU
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/pytest tests/vllm --durations 5
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/pytest tests/vllm --durations 5
 
 docs: $(INSTALLED)  ## the site, in build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -5,6 +5,10 @@
 import os
 from importlib.util import find_spec
 
+import pytest
+import torch
+import transformers
+
 if find_spec("vllm") is None:
     collect_ignore_glob = ["test_*.py"]
 
@@ -17,3 +21,14 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Prints the versions that the tests ran with."""
+    if find_spec("vllm") is None:
+        return
+    from vllm.version import __version__
+
+    terminalreporter.section(
+        f"vLLM {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
+    )

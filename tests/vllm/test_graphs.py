@@ -1,17 +1,41 @@
-"""CUDA graphs of vLLM that hold passes of new tokens with their attention, on a GPU."""
+"""Compiled passes, and CUDA graphs of vLLM that hold passes of new tokens with their attention, on
+a GPU.
+"""
 
 from typing import Any
 
 import pytest
 from vllm.platforms import current_platform
 
-from msattn.trainer.serving.engines.vllm.backend import Builder
+from msattn.trainer.serving.engines.vllm.backend import Builder, clear_stats, stats
 from tests.factory import prompts_of
 from tests.vllm.engines import EVERY_KEY, answers, cached_tokens, engine
 
 SPARSE: dict[str, Any] = {"gate": "embedded", "qmodel": "embedded", "dense_below": 0}
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
 COMPILED = {"cudagraph_capture_sizes": [1, 2, 4, 8]}  # vLLM's defaults, but for the sizes
+
+
+def test_compiled_passes_read_chunks_and_prefixes_sparsely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU vLLM compiles without graphs; with this variable, without inductor, too. In fp32,
+    compiled layers round as others do.
+    """
+    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")
+    prompts = prompts_of(700, 900, prefix=512)
+    options = SPARSE | {"select": "topk", "sparsity": 0.7, "recent": 64}
+    with engine(options, enable_prefix_caching=False, dtype="float32") as llm:
+        expected = [answers(llm, [prompt]) for prompt in prompts]
+    with engine(options, enforce_eager=False, dtype="float32") as llm:
+        assert llm.llm_engine.vllm_config.compilation_config.mode.name == "DYNAMO_TRACE_ONCE"
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            llm.collective_rpc(clear_stats)
+            assert answers(llm, [prompt]) == tokens
+            (counted,) = llm.collective_rpc(stats)
+            assert 0.4 < counted["sparsity"] < 0.8
+            assert 0.05 < counted["selectivity"] < 0.5
+        assert cached_tokens(llm, prompts[-1]) == 896
 
 
 @pytest.mark.gpu
