@@ -9,10 +9,12 @@ import random
 import re
 import resource
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,22 +22,23 @@ from safetensors.torch import load_file
 
 from msattn import cli
 from msattn.trainer.artifacts import read
+from msattn.trainer.storage.parts import FinishedParts
+from msattn.trainer.training import callbacks
 from tests.adversary.commands import COMMANDS
 from tests.adversary.steps import Child, redirect
 from tests.adversary.tries import Tries, last_lines, spread
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 Result = dict[str, torch.Tensor]
-TRAINED = {
-    "train-gate": "gate",
-    "fit-kmeans": "kmeans",
-    "train-qmodel": "qmodel",
-    "finetune": "model",
-    "train-mta": "solver",
+TRAINED = {  # with the folders of what they write
+    "train-gate": "tiny/base/gate",
+    "fit-kmeans": "tiny/base/kmeans",
+    "train-qmodel": "tiny/base/qmodel",
+    "finetune": "tiny/finetuned/model",
+    "train-mta": "mta/base/solver",
 }
-KINDS = {**TRAINED, "import-gate": "gate"}
-MODELS = {"train-mta": "mta", "import-gate": "theirs"}
-WRITING = [*KINDS, "eval", "bench"]
+ARTIFACTS = {**TRAINED, "import-gate": "theirs/base/gate"}
+WRITING = [*ARTIFACTS, "eval", "bench"]
 REFUSALS = "cannot be written|are free|no permission to write|is not writable"
 
 
@@ -75,14 +78,14 @@ def fault_of(code: int, output: str) -> str | None:
 
 
 def result(folder: Path, command: str) -> Result:
-    """The tensors of the artifact that ``command`` writes; none of other commands."""
-    if command not in KINDS:
+    """The tensors that ``command`` writes, of a fine-tuned model also its gates; none of others."""
+    if command not in ARTIFACTS:
         return {}
-    artifact = folder / "outputs" / MODELS.get(command, "tiny") / "base" / KINDS[command]
+    artifact = folder / "outputs" / ARTIFACTS[command]
     if command in ("finetune", "train-mta"):
         return {
-            name: tensor
-            for path in sorted(artifact.glob("*.safetensors"))
+            f"{path.parent.name} {name}": tensor
+            for path in sorted(artifact.parent.glob("*/*.safetensors"))
             for name, tensor in load_file(path).items()
         }
     return dict(read(artifact).tensors)
@@ -104,13 +107,44 @@ def test_files_that_may_not_grow(tries: Tries, work: Path, tmp_path: Path) -> No
         code, _ = end_of(folder, tmp_path / "output", [*COMMANDS[command], *resume])
         assert end_of(whole, tmp_path / "output", COMMANDS[command])[0] == 0
         found, expected = result(folder, command), result(whole, command)
-        same = found.keys() == expected.keys() and all(
-            torch.equal(found[name], expected[name]) for name in expected
-        )
-        fault = fault or (
-            None if same and not code else f"the second run ends with {code}, same result: {same}"
-        )
+        fault = fault or resumed_fault(code, found, expected)
         tries.record(f"{command}, files of {size:,} bytes", fault)
+
+
+def resumed_fault(code: int, found: Result, expected: Result) -> str | None:
+    """Returns how a run that continues another one ended badly, or None."""
+    same = found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    )
+    return None if same and not code else f"the second run ends with {code}, same result: {same}"
+
+
+def killed_after(owner: Any, name: str) -> None:
+    """Lets the first return of a function kill this process."""
+    whole = getattr(owner, name)
+    setattr(owner, name, lambda *given: (whole(*given), os.kill(os.getpid(), signal.SIGKILL)))
+
+
+@pytest.mark.slow
+def test_trainings_that_are_killed_after_a_checkpoint(
+    tries: Tries, work: Path, tmp_path: Path
+) -> None:
+    """They continue to the bits of a run that was not killed, and with the same text alone."""
+    for command in TRAINED:
+        arguments, output = COMMANDS[command], tmp_path / "output"
+        folder, whole = (
+            shutil.copytree(work, tmp_path / name / command) for name in ("killed", "whole")
+        )
+        saves = (FinishedParts, "save") if command == "fit-kmeans" else (callbacks, "mark_complete")
+        code, text = end_of(folder, output, arguments, partial(killed_after, *saves))
+        assert code == -signal.SIGKILL, text
+        other = end_of(folder, output, [*arguments, "resume=true", "seed=9"])
+        assert other[0] == 2, other[1]
+        code, _ = end_of(folder, output, [*arguments, "resume=true"])
+        assert end_of(whole, output, arguments)[0] == 0
+        expected = result(whole, command)
+        assert expected
+        tries.record(command, resumed_fault(code, result(folder, command), expected))
 
 
 @pytest.mark.slow

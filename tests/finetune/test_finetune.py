@@ -155,23 +155,6 @@ def test_eval_reads_the_model_and_its_gates(
 
 
 @pytest.mark.slow
-def test_resume_gives_the_same_bits(root: Path, trained: Path) -> None:
-    cfg = run_config(root, "resumed", resume=True)
-    shutil.copytree(trained.parent / "runs", root / "outputs/small/resumed/runs")
-    checkpoints = root / "outputs/small/resumed/runs/finetune/checkpoints"
-    shutil.rmtree(checkpoints / "checkpoint-4")
-    resumed = finetune(cfg)
-    assert equal(weights(resumed), weights(trained))
-    assert equal(weights(resumed.with_name("gate")), weights(trained.with_name("gate")))
-    again = finetune(replace(cfg, overwrite=True))  # training is complete, so the job only writes
-    assert equal(weights(again), weights(trained))
-    with pytest.raises(UserError, match=r"finetune/checkpoints has select.sparsity=0.5, not 0.6"):
-        finetune(replace(cfg, overwrite=True, select=SelectConfig(scores="gate", sparsity=0.6)))
-    with pytest.raises(UserError, match=r"has data=\w+, not \w+; use the same settings"):
-        finetune(replace(cfg, overwrite=True, data=replace(cfg.data, seq_len=95)))
-
-
-@pytest.mark.slow
 def test_training_from_random_weights_needs_no_gates(root: Path) -> None:
     cfg = run_config(
         root,

@@ -1,14 +1,10 @@
 """msattn train-mta through the command line: results, resuming, sweeps, refused settings."""
 
 import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.errors import UserError
@@ -91,33 +87,6 @@ def test_a_result_is_replaced_only_on_request(
     assert (solver() / "model.safetensors").read_bytes() == before
     assert train("seed=1", "overwrite=true") == 0
     assert (solver() / "model.safetensors").read_bytes() != before
-
-
-@pytest.mark.slow
-def test_a_stopped_run_resumes_to_the_same_weights(
-    train: Callable[..., int], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train("name=whole") == 0
-    forward, calls = block_retrieval.Solver.forward, 0
-
-    def interrupted(self: block_retrieval.Solver, input_ids: torch.Tensor) -> dict[str, Any]:
-        nonlocal calls
-        calls += 1
-        if calls == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return forward(self, input_ids)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(block_retrieval.Solver, "forward", interrupted)
-        assert train("name=cut") == 130
-    assert "stopped after step 3 of 4" in capsys.readouterr().err
-    assert not solver("cut").exists()
-    assert train("name=cut", "resume=true", "mta.blocks=4") == 2
-    assert "has mta.blocks=3, not 4" in capsys.readouterr().err
-    assert train("name=cut", "resume=true") == 0
-    assert (solver("cut") / "model.safetensors").read_bytes() == (
-        solver("whole") / "model.safetensors"
-    ).read_bytes()
 
 
 @pytest.mark.slow

@@ -26,7 +26,6 @@ from msattn.trainer.methods.gate.decode_gate import DecodeGate
 from msattn.trainer.methods.gate.distillation import gate_recall
 from msattn.trainer.methods.gate.train import HELDOUT_CHUNKS, train_gate
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.training.checkpoints import newest_checkpoint
 from msattn.trainer.training.distributed import rank_shard
 from tests.factory import inputs_of_layers, random_tokens, tiny_architecture
 from tests.jobs import Job
@@ -34,13 +33,6 @@ from tests.methods.layers import blocks_read
 from tests.running import metrics_lines
 from tests.training.small import small_run, write_words
 
-JOB = """
-import sys
-from pathlib import Path
-from tests.methods.gate.test_train import run_config
-from msattn.trainer.methods.gate.train import train_gate
-train_gate(run_config(Path(sys.argv[1]), name="killed", steps=int(sys.argv[2])))
-"""
 SHARED = """
 import os, sys
 from pathlib import Path
@@ -298,28 +290,6 @@ def test_a_resumed_run_keeps_the_target_that_was_chosen(
     assert Gate.load(train_gate(cfg)).cfg.target == "mean_mass"
     with pytest.raises(UserError, match=r"has gate\.target=mean_mass, not mass"):
         train_gate(replace(cfg, gate=replace(cfg.gate, target="mass")))
-
-
-@pytest.mark.slow
-def test_a_killed_run_resumes_to_the_same_bits(root):
-    steps = 24
-    whole = train_gate(run_config(root, "whole", steps))
-    killed = run_config(root, "killed", steps)
-    checkpoints = work_folder(killed) / "checkpoints"
-    job = Job(JOB, root, root, steps)
-    job.wait_for(lambda: newest_checkpoint(checkpoints))
-    job.kill()
-    last = newest_checkpoint(checkpoints)
-    assert last is not None
-    assert int(last.name.removeprefix("checkpoint-")) < steps
-    resumed = train_gate(replace(killed, resume=True))
-    assert (
-        artifacts.read(resumed).manifest["content_hash"]
-        == artifacts.read(whole).manifest["content_hash"]
-    )
-    other = replace(killed, resume=True, overwrite=True, gate=replace(killed.gate, loss="kl"))
-    with pytest.raises(UserError, match=r"checkpoints has gate\.loss=mse, not kl"):
-        train_gate(other)
 
 
 @pytest.mark.parametrize(
