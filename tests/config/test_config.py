@@ -2,9 +2,11 @@
 name.
 """
 
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -224,30 +226,38 @@ def test_integers_stand_for_numbers_and_text() -> None:
     assert [type(value) for value in (select.sparsity, select.sink_blocks)] == [float, int]  # pyrefly: ignore
 
 
-def test_dataclasses_check_what_python_gives_them() -> None:
-    with pytest.raises(
-        UserError, match=r"^unknown key gate.blocksize \(did you mean gate.block_size\?\)$"
-    ):
-        schemas.GateConfig(blocksize=64)  # pyrefly: ignore[unexpected-keyword]
-    with pytest.raises(
-        UserError, match=r"^gate.hidden='9': expected an integer in \[2, 16384\], or null$"
-    ):
-        replace(schemas.GateConfig(), hidden="9")
-    with pytest.raises(
-        UserError, match=r"^model.presets.recent=0: expected an integer in \[1, 1e9\]$"
-    ):
-        schemas.ModelPresets(recent=0)
-    with pytest.raises(
-        UserError, match=r"^gate\.key_block_size=128: expected gate\.block_size=64 or a part of it$"
-    ):
-        schemas.GateConfig(key_block_size=128)
-    with pytest.raises(
-        UserError, match=r"^gate\.key_block_size=16: allowed only with gate\.phase=prefill$"
-    ):
-        schemas.GateConfig(phase="decode", key_block_size=16)
-    assert schemas.GateConfig().q_pool is not schemas.GateConfig().q_pool, (
-        "an instance changes no defaults"
-    )
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: schemas.GateConfig(blocksize=64),  # pyrefly: ignore[unexpected-keyword]
+            r"^unknown key gate.blocksize \(did you mean gate.block_size\?\)$",
+        ),
+        (
+            lambda: replace(schemas.GateConfig(), hidden="9"),
+            r"^gate.hidden='9': expected an integer in \[2, 16384\], or null$",
+        ),
+        (
+            lambda: schemas.ModelPresets(recent=0),
+            r"^model.presets.recent=0: expected an integer in \[1, 1e9\]$",
+        ),
+        (
+            lambda: schemas.GateConfig(key_block_size=128),
+            r"^gate\.key_block_size=128: expected gate\.block_size=64 or a part of it$",
+        ),
+        (
+            lambda: schemas.GateConfig(phase="decode", key_block_size=16),
+            r"^gate\.key_block_size=16: allowed only with gate\.phase=prefill$",
+        ),
+    ],
+)
+def test_dataclasses_check_what_python_gives_them(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make()
+
+
+def test_an_instance_changes_no_defaults() -> None:
+    assert schemas.GateConfig().q_pool is not schemas.GateConfig().q_pool
 
 
 @pytest.mark.parametrize(("length", "distance"), [(4096, 256), (512, 128), (2, 0)])

@@ -91,18 +91,17 @@ def assert_names(message: str, policy: str, key: str) -> None:
 
 
 def test_misspelt_keys_and_policies_get_a_hint() -> None:
-    with pytest.raises(
-        UserError, match=r"unknown key select.sparsty \(did you mean select.sparsity\?\)"
+    sparsity = r"unknown key select.sparsty \(did you mean select.sparsity\?\)"
+    for make, message in (
+        (lambda: select_config({"sparsty": 0.5}), sparsity),
+        (lambda: composed("select.sparsty=0.5"), sparsity),
+        (
+            lambda: SelectConfig("nucleos"),
+            r"select.policy=nucleos: expected topk, .* \(did you mean nucleus\?\)",
+        ),
     ):
-        select_config({"sparsty": 0.5})
-    with pytest.raises(
-        UserError, match=r"unknown key select.sparsty \(did you mean select.sparsity\?\)"
-    ):
-        composed("select.sparsty=0.5")
-    with pytest.raises(
-        UserError, match=r"select.policy=nucleos: expected topk, .* \(did you mean nucleus\?\)"
-    ):
-        SelectConfig("nucleos")
+        with pytest.raises(UserError, match=message):
+            make()
 
 
 def test_the_policy_changes_with_the_keys_that_both_have() -> None:
@@ -134,14 +133,8 @@ def test_the_policy_changes_with_the_keys_that_both_have() -> None:
 def test_values_out_of_range_are_refused(policy: str, value: Any, says: str) -> None:
     with pytest.raises(UserError, match=says):
         SelectConfig(policy, **{VALUES[policy][0]: value})
-
-
-def test_blocks_of_more_keys_than_queries_are_refused() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"^select\.key_block_size=32: expected select\.block_size=16 or a part of it$",
-    ):
-        SelectConfig(block_size=16, key_block_size=32)
+    with pytest.raises(UserError, match=r"^select\.key_block_size=32: expected select\.block_size"):
+        SelectConfig(policy, block_size=16, key_block_size=32)
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@ dtypes.
 """
 
 import json
+import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -156,50 +158,6 @@ def test_null_flags_are_false_for_model_and_tokenizer(folder: Path, key: str) ->
     assert load(pretrained(folder), device="cpu").tokenizer.vocab_size == 128
 
 
-def test_a_message_about_several_keys_does_not_print_the_file(folder: Path) -> None:
-    document = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(document | {"pad_token_id": 4096}))
-    with pytest.raises(
-        UserError, match=r"config\.json: pad_token_id=4096 is not below vocab_size=128$"
-    ):
-        load(pretrained(folder), device="cpu")
-
-
-def test_missing_and_broken_folders_are_refused(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    empty = tmp_path_factory.mktemp("empty")
-    with pytest.raises(
-        UserError, match=r"nowhere/model: no such folder or GGUF file; run make models"
-    ):
-        load(pretrained(folder / "nowhere/model", obtained_by="run make models"), device="cpu")
-    with pytest.raises(UserError, match=r"no config\.json"):
-        load(pretrained(empty), device="cpu")
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(
-        UserError, match=r"cannot be loaded \(no weights: expected one of model\.safetensors, "
-    ):
-        load(pretrained(folder), device="cpu")
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match="the folder has no tokenizer"):
-        load(pretrained(folder), device="cpu")
-
-
-def test_missing_weights_are_refused(folder: Path) -> None:
-    model = tiny_model("llama")
-    state = {
-        name: tensor
-        for name, tensor in model.state_dict().items()
-        if "layers.1.self_attn.k_proj" not in name
-    }
-    model.save_pretrained(folder, state_dict=state)
-    with pytest.raises(
-        UserError,
-        match=r"checkpoint has no weights for model\.layers\.1\.self_attn\.k_proj\.weight",
-    ):
-        load(pretrained(folder), device="cpu")
-
-
 def test_out_of_memory_while_loading_is_a_user_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,24 +182,6 @@ def test_an_unreachable_hub_gives_a_one_line_error(monkeypatch: pytest.MonkeyPat
         load(pretrained("nobody/nothing"), device="cpu")
     assert "\n" not in str(caught.value)
     assert "model.init=random" in str(caught.value)
-
-
-def test_invalid_architectures_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"model\.architecture\.hidden_sise \(did you mean hidden_size\?\)"
-    ):
-        load(random_init(tmp_path, hidden_sise=3), device="cpu")
-    with pytest.raises(UserError, match="model_type=bert"):
-        load(random_init(tmp_path, family="bert"), device="cpu")
-    with pytest.raises(UserError, match=r"model\.architecture: .*low_freq_factor"):
-        load(
-            random_init(
-                tmp_path, rope_parameters={"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}
-            ),
-            device="cpu",
-        )
-    with pytest.raises(UserError, match="vocab_size=64: the tokenizer has 128 tokens"):
-        load(random_init(tmp_path, vocab_size=64), device="cpu")
 
 
 def test_devices_and_dtypes_resolve_or_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,3 +230,54 @@ def test_further_chat_templates_stay_in_the_folder(
         match=r"additional_chat_templates/tool_use\.jinja links to a file outside its folder",
     ):
         load(pretrained(folder), device="cpu")
+
+
+def without_some_weights(folder: Path) -> None:
+    model = tiny_model("llama")
+    weights = model.state_dict()
+    del weights["model.layers.1.self_attn.k_proj.weight"]
+    model.save_pretrained(folder, state_dict=weights)
+
+
+def with_a_high_pad_token(folder: Path) -> None:
+    document = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(document | {"pad_token_id": 4096}))
+
+
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (shutil.rmtree, r": no such folder or GGUF file; run make models"),
+    (lambda at: (at / "config.json").unlink(), r"no config\.json"),
+    (lambda at: (at / "model.safetensors").unlink(), r"\(no weights: expected one of model\.safe"),
+    (lambda at: (at / "tokenizer.json").unlink(), "the folder has no tokenizer"),
+    (without_some_weights, r"has no weights for model\.layers\.1\.self_attn\.k_proj\.weight"),
+    # the file is not printed
+    (with_a_high_pad_token, r"config\.json: pad_token_id=4096 is not below vocab_size=128$"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_damaged_folders_are_refused(
+    folder: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    damage(folder)
+    with pytest.raises(UserError, match=message):
+        load(pretrained(folder, obtained_by="run make models"), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"hidden_sise": 3}, r"model\.architecture\.hidden_sise \(did you mean hidden_size\?\)"),
+        ({"family": "bert"}, "model_type=bert"),
+        (
+            {"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}},
+            r"model\.architecture: .*low_freq_factor",
+        ),
+        ({"vocab_size": 64}, "vocab_size=64: the tokenizer has 128 tokens"),
+    ],
+)
+def test_invalid_architectures_are_refused(
+    tmp_path: Path, overrides: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        load(random_init(tmp_path, **overrides), device="cpu")

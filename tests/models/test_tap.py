@@ -15,7 +15,7 @@ from transformers import DynamicCache, StaticCache
 from msattn.trainer.errors import UserError
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.tap import LayerInputs, run_backbone, tap
-from tests.factory import left_padded, random_tokens, tiny_model
+from tests.factory import left_padded, random_tokens, tiny_config, tiny_model
 
 
 @torch.no_grad()
@@ -116,20 +116,26 @@ def test_dense_attention_on_the_gpu_equals_fp64(dtype: torch.dtype) -> None:
         model(ids[1:])
 
 
+RIGHT = torch.tensor([[1, 1, 1, 1, 0, 0]])
+PACKED = torch.tensor([[0, 1, 2, 0, 1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"attention_mask": RIGHT}, "left padding only"),
+        ({"attention_mask": torch.zeros_like(RIGHT)}, "no row has a token"),
+        ({"attention_mask": RIGHT[:, :3]}, r"expected \[batch, 6\]"),
+        ({"attention_mask": torch.zeros(1, 1, 6, 6)}, "2D mask"),
+        ({"position_ids": PACKED, "use_cache": False}, "packed"),
+        (
+            {"past_key_values": StaticCache(config=tiny_config(), max_cache_len=32)},
+            "DynamicCache",
+        ),
+    ],
+)
 @torch.no_grad()
-def test_unsupported_masks_positions_and_caches_are_refused() -> None:
-    model, ids = tiny_model(), random_tokens(1, 6)
-    right = torch.tensor([[1, 1, 1, 1, 0, 0]])
-    with tap(model, dense_attention):
-        with pytest.raises(UserError, match="left padding only"):
-            model(ids, attention_mask=right)
-        with pytest.raises(UserError, match="no row has a token"):
-            model(ids, attention_mask=torch.zeros_like(right))
-        with pytest.raises(UserError, match=r"expected \[batch, 6\]"):
-            model(ids, attention_mask=right[:, :3])
-        with pytest.raises(UserError, match="2D mask"):
-            model(ids, attention_mask=torch.zeros(1, 1, 6, 6))
-        with pytest.raises(UserError, match="packed"):
-            model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False)
-        with pytest.raises(UserError, match="DynamicCache"):
-            model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=32))
+def test_inputs_that_are_refused(inputs: dict[str, Any], message: str) -> None:
+    model = tiny_model()
+    with tap(model, dense_attention), pytest.raises(UserError, match=message):
+        model(random_tokens(1, 6), **inputs)

@@ -2,6 +2,7 @@
 block retrieval task.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -232,50 +233,56 @@ def test_saved_weights_load_into_a_converted_model(name: str, tmp_path: Path) ->
 
 @torch.no_grad()
 def test_unsupported_masks_and_caches_are_refused() -> None:
-    model, ids = converted("kernel"), random_tokens(1, 6)
-    right, hole = torch.tensor([[1, 1, 1, 1, 0, 0]]), torch.tensor([[1, 1, 0, 1, 1, 1]])
-    for mask in (right, hole):
-        with pytest.raises(UserError, match="left padding only"):
-            model(ids, attention_mask=mask)
-        with pytest.raises(UserError, match="left padding only"):
-            kv_start_of(mask, 6, 6)
-    with pytest.raises(UserError, match=r"expected \[batch, 6\] or \[batch, 1, 6, 6\]"):
-        kv_start_of(right[:, :3], 6, 6)
-    with pytest.raises(UserError, match="left-padded sequence per row"):
-        model(ids, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool))
-    with pytest.raises(UserError, match="left-padded sequence per row"):
-        model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False)
-    with pytest.raises(UserError, match="not a StaticLayer"):
-        model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=32))
-    cache = DynamicCache()
+    model, ids, cache = converted("kernel"), random_tokens(1, 6), DynamicCache()
     tiny_model()(ids, past_key_values=cache)
-    with pytest.raises(UserError, match="filled by another attention"):
-        model(ids, past_key_values=cache)
+    right, hole = torch.tensor([[1, 1, 1, 1, 0, 0]]), torch.tensor([[1, 1, 0, 1, 1, 1]])
+    cases: list[tuple[Callable[[], object], str]] = [
+        (lambda: model(ids, attention_mask=right), "left padding only"),
+        (lambda: model(ids, attention_mask=hole), "left padding only"),
+        (lambda: kv_start_of(right[:, :3], 6, 6), r"expected \[batch, 6\] or \[batch, 1, 6, 6\]"),
+        (
+            lambda: model(ids, attention_mask=torch.ones(1, 1, 6, 6, dtype=torch.bool)),
+            "left-padded sequence per row",
+        ),
+        (
+            lambda: model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), use_cache=False),
+            "left-padded sequence per row",
+        ),
+        (
+            lambda: model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=32)),
+            "not a StaticLayer",
+        ),
+        (lambda: model(ids, past_key_values=cache), "filled by another attention"),
+    ]
+    for call, message in cases:
+        with pytest.raises(UserError, match=message):
+            call()
     with tap(model, dense_attention), pytest.raises(UserError, match="cannot be tapped"):
         model(ids)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("make", "options", "message"),
     [
-        ({"head_mixing": "scores"}, "cannot be combined.*products"),
-        ({"head_mixing": "heads"}, "expected 'scores', 'group', None"),
-        ({"mask": "keys"}, "mask='keys': expected"),
-        ({"kernel": (0, 3)}, r"kernel=\(0, 3\)"),
-        ({"layers": (0, 2)}, "expected 0 to 1"),
+        (tiny_model, {"head_mixing": "scores"}, "cannot be combined.*products"),
+        (tiny_model, {"head_mixing": "heads"}, "expected 'scores', 'group', None"),
+        (tiny_model, {"mask": "keys"}, "mask='keys': expected"),
+        (tiny_model, {"kernel": (0, 3)}, r"kernel=\(0, 3\)"),
+        (tiny_model, {"layers": (0, 2)}, "expected 0 to 1"),
+        (
+            lambda: tiny_model("qwen3"),
+            {},
+            "attention=Qwen3Attention: expected LlamaAttention",
+        ),
+        (lambda: tiny_model(attention_dropout=0.1), {}, r"attention_dropout=0\.1"),
+        (lambda: converted("kernel"), {}, "attention=MultiTokenAttention"),
     ],
 )
-def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
-    model = tiny_model()
+def test_invalid_options_and_other_attention_are_refused(
+    make: Callable[[], Any], options: dict[str, Any], message: str
+) -> None:
+    model = make()
+    before = new_weights(model).keys()
     with pytest.raises(UserError, match=message):
         convert(model, **options)
-    assert not new_weights(model)
-
-
-def test_attention_other_than_llamas_is_refused() -> None:
-    with pytest.raises(UserError, match="attention=Qwen3Attention: expected LlamaAttention"):
-        convert(tiny_model("qwen3"))
-    with pytest.raises(UserError, match=r"attention_dropout=0\.1"):
-        convert(tiny_model(attention_dropout=0.1))
-    with pytest.raises(UserError, match="attention=MultiTokenAttention"):
-        convert(converted("kernel"))
+    assert new_weights(model).keys() == before

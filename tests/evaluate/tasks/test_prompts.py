@@ -98,14 +98,15 @@ def test_files_and_their_mistakes(tmp_path: Path) -> None:
         '\ufeff{"prompt": "a\u2028b", "answer": "x"}\n', encoding="utf-8"
     )
     assert read_prompts(str(tmp_path / "lines.jsonl")) == [Prompt("a\u2028b", "x")]
-    (tmp_path / "text.jsonl").write_text("How?")
-    with pytest.raises(UserError, match="line 1: not JSON"):
-        read_prompts(str(tmp_path / "text.jsonl"))
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(UserError, match="the file is empty"):
-        read_prompts(str(tmp_path / "empty.jsonl"))
-    with pytest.raises(UserError, match=r"eval\.prompts\.path=nowhere: No such file"):
-        read_prompts("nowhere")
+    for name, text, message in (
+        ("text.jsonl", "How?", "line 1: not JSON"),
+        ("empty.jsonl", "\n", "the file is empty"),
+        ("nowhere", None, r"eval\.prompts\.path=\S+nowhere: No such file"),
+    ):
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=message):
+            read_prompts(str(tmp_path / name))
     with pytest.raises(UserError, match=r"eval\.prompts\.path=null: expected a jsonl file"):
         evaluate(config(tmp_path, "unused", tasks=["prompts"]))
 
