@@ -17,12 +17,13 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
-from msattn.trainer.models.families import attention_layers, check_length, served_layers
+from msattn.trainer.models.families import attention_layers, check_length, head_dim, served_layers
 from msattn.trainer.models.replacement import NotCopied, replaced
 from msattn.trainer.models.tap import PAGES, is_tapped
 from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.contiguous.bucket_layers import BucketLayer, rebuild_every
 from msattn.trainer.serving.contiguous.install import (
+    CacheShape,
     check_held,
     check_memory,
     install_layers,
@@ -80,9 +81,13 @@ class DecoderHooks(NotCopied):
 
     def __init__(self, sparse: Sparse, managers: Managers | None, config: Any) -> None:
         self.sparse, self.managers, self.attached = sparse, managers, True
-        self.served = served_layers(config)
-        # transformers 5.17 leaves out those that read keys of others
-        self.num_layers = len(DynamicCache(config=config).layers)
+        self.shape = CacheShape(
+            # transformers 5.17 leaves out those that read keys of others
+            num_layers=len(DynamicCache(config=config).layers),
+            served=served_layers(config),
+            kv_heads=sparse.kv_heads,
+            head_dim=head_dim(config),
+        )
         self._prepared: WeakSet[Any] = WeakSet()  # caches
 
     def begin_pass(
@@ -120,8 +125,7 @@ class DecoderHooks(NotCopied):
         tokens = check_inputs(module, kwargs, cached=cache.get_seq_length(), static=static)
         if tokens is None:  # the model has a message of its own
             return
-        shape = self.num_layers, self.served, len(tokens), self.sparse.kv_heads
-        check_held(cache, module.config, *shape, every_layer=is_new)
+        check_held(cache, self.shape, len(tokens), every_layer=is_new)
         if is_new:
             self._check_partition(cache)
             self._prepared.add(cache)
@@ -132,7 +136,10 @@ class DecoderHooks(NotCopied):
         # made without the model's configuration
         if getattr(cache, "layer_class_to_replicate", None) is DynamicLayer:
             cache.layers += DynamicCache(config=config).layers[len(cache.layers) :]
-        options: dict[str, Any] = {"num_layers": self.num_layers, "served": self.served}
+        options: dict[str, Any] = {
+            "num_layers": self.shape.num_layers,
+            "served": self.shape.served,
+        }
         routed = self.sparse.dispatch.routed
         if routed is None:
             install_layers(cache, None, **options)
@@ -147,9 +154,7 @@ class DecoderHooks(NotCopied):
         if new > (MAX_ROUTED_TOKENS if cached else 1):
             what = f"prompt of {new} tokens" + (f" after {cached} cached ones" if cached else "")
             check_length(config, cached + new, what)
-        check_memory(
-            cache, config, self.served, *tokens.shape[:2], dtype=module.dtype, device=tokens.device
-        )
+        check_memory(cache, self.shape, *tokens.shape[:2], dtype=module.dtype, device=tokens.device)
 
     def _check_outputs(self, config: Any, kwargs: dict[str, Any]) -> None:
         """Raises UserError if the model would silently run without this attention, or without

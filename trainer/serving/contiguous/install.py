@@ -3,7 +3,7 @@ supports them, holds tokens of this model and has room for more.
 """
 
 from collections.abc import Container, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import (
@@ -18,7 +18,6 @@ from transformers.cache_utils import (
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import Router
-from msattn.trainer.models.families import head_dim, num_kv_heads
 from msattn.trainer.serving.contiguous.bucket_layers import (
     REBUILD_EVERY,
     BlockLayer,
@@ -96,45 +95,45 @@ def check_cache(cache: Any, replaced: Sequence[int], num_layers: int) -> None:
         )
 
 
-def check_held(
-    cache: GrowingCache,
-    config: Any,
-    num_layers: int,
-    served: Sequence[int],
-    batch: int,
-    kv_heads: int,
-    *,
-    every_layer: bool,
-) -> None:
+class CacheShape(NamedTuple):
+    """The shape of the caches of an attached model."""
+
+    num_layers: int
+    served: list[int]  # layers that are GrowingLayers
+    kv_heads: int  # of this rank
+    head_dim: int
+
+
+def check_held(cache: GrowingCache, shape: CacheShape, batch: int, *, every_layer: bool) -> None:
     """Raises UserError unless a cache holds the keys and values of ``batch`` sequences of this
     model.
 
-    The layers ``served`` are GrowingLayers with the ``kv_heads`` of this process. Every layer is
-    checked once for each cache; the first and the last layer show whether a pass was interrupted.
+    Every layer is checked once for each cache; the first and the last layer show whether a pass was
+    interrupted.
     """
-    layers = cache.layers
+    layers, served = cache.layers, shape.served
     length = layers[served[0]].get_seq_length()
-    if len(layers) != num_layers:
+    if len(layers) != shape.num_layers:
         raise UserError(
-            f"past_key_values: it has {len(layers)} layers; expected {num_layers}, as in the model"
+            f"past_key_values: it has {len(layers)} layers; expected {shape.num_layers}, as in the "
+            f"model"
         )
-    accepted = [batch, kv_heads, length, head_dim(config)]
+    accepted = [batch, shape.kv_heads, length, shape.head_dim]
     for number in served if every_layer else (served[0], served[-1]):
         for buffer in (layers[number].key_buffer, layers[number].value_buffer):
             memory = buffer.memory if buffer.length else None
-            shape = accepted.copy() if memory is None else list(memory.shape)
-            shape[2] = min(buffer.length, shape[2])
-            if shape != accepted:
+            held = accepted.copy() if memory is None else list(memory.shape)
+            held[2] = min(buffer.length, held[2])
+            if held != accepted:
                 raise UserError(
-                    f"past_key_values: it holds {shape} [sequences, heads, tokens, size]; expected "
+                    f"past_key_values: it holds {held} [sequences, heads, tokens, size]; expected "
                     f"{accepted}"
                 )
 
 
 def check_memory(
     cache: GrowingCache,
-    config: Any,
-    served: Sequence[int],
+    shape: CacheShape,
     batch: int,
     tokens: int,
     *,
@@ -144,7 +143,7 @@ def check_memory(
     """Raises UserError if a static cache has no room for ``tokens`` more, or a GPU has too little
     free memory.
     """
-    first, length = cache.layers[served[0]], cache.get_seq_length()
+    first, length = cache.layers[shape.served[0]], cache.get_seq_length()
     capacity, limit = first.key_buffer.capacity, first.max_cache_len
     if limit is not None and length + tokens > limit:
         raise UserError(
@@ -153,13 +152,12 @@ def check_memory(
         )
     if device.type != "cuda" or length + tokens <= capacity:
         return
-    size_of_token = (
-        2 * batch * num_kv_heads(config) * head_dim(config) * dtype.itemsize * len(served)
-    )
+    num_layers = len(shape.served)
+    size_of_token = 2 * batch * shape.kv_heads * shape.head_dim * dtype.itemsize * num_layers
     wanted, allocated = grown_capacity(length + tokens), size_of_token * capacity
     # layers grow in turn
     needed = (
-        size_of_token * wanted - allocated + max(allocated, size_of_token * wanted) // len(served)
+        size_of_token * wanted - allocated + max(allocated, size_of_token * wanted) // num_layers
     )
     reusable = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + reusable
