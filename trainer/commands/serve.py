@@ -58,9 +58,9 @@ def check_libraries() -> None:
     """
     if missing := [name for name in EXTRA if find_spec(name) is None]:
         raise UserError(f"serve: {missing[0]} is not installed; pip install 'msattn[serve]'")
-    from msattn.trainer.serving.engines.batch_pages import check_version
+    from msattn.trainer.models.families import check_transformers
 
-    check_version("serve")
+    check_transformers("serve")
     if num_ranks() > 1:
         raise UserError("serve: runs in one process; start it without torchrun")
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
+# earlier versions page caches in another way, and build other tokenizers of GGUF files
+TRANSFORMERS_NEEDED = (5, 23)
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -354,6 +356,20 @@ def output_logits(model: "PreTrainedModel", hidden: "Tensor") -> "Tensor":
     if softcap := getattr(config, "final_logit_softcapping", None):  # Gemma
         logits = (logits / softcap).tanh() * softcap
     return logits
+
+
+def check_transformers(where: str) -> None:
+    """Raises UserError, which begins with ``where``, if transformers is too old for continuous
+    batching and GGUF files.
+    """
+    import transformers
+
+    installed, needed = transformers.__version__, ".".join(map(str, TRANSFORMERS_NEEDED))
+    if tuple(map(int, installed.split(".")[:2])) < TRANSFORMERS_NEEDED:
+        raise UserError(
+            f"{where}: needs transformers {needed} or newer, {installed} is installed; pip "
+            f"install -U 'transformers>={needed}'"
+        )
 
 
 def check_supported(config: "PreTrainedConfig", *, dense: bool = False) -> None:

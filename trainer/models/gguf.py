@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from msattn.trainer.errors import UserError, first_line
+from msattn.trainer.models.families import check_transformers
 from msattn.trainer.storage.documents import check_regular
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 INSTALL = "pip install 'msattn[gguf]'"
-TRANSFORMERS_NEEDED = (5, 23)  # earlier versions build other tokenizers
 ARCHITECTURES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -94,7 +94,11 @@ def gguf_header(path: Path, where: str) -> Header:
     architecture, RoPE or tokenizer.
     """
     check_regular(path, where)
-    _check_packages(where)
+    if find_spec("gguf") is None:
+        raise UserError(
+            f"{where}: the package gguf, which reads GGUF files, is not installed; {INSTALL}"
+        )
+    check_transformers(where)
     from gguf.constants import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
 
     # The public functions refuse types of weights that the loader accepts; llama.cpp's package
@@ -248,21 +252,6 @@ def _refusal(metadata: Mapping[str, Any]) -> str | None:
         if (token := metadata.get(key, 0)) not in range(tokens):
             return f"{key}={token!s:.40}: expected 0 to {tokens - 1}, or no such key"
     return None
-
-
-def _check_packages(where: str) -> None:
-    import transformers
-
-    if find_spec("gguf") is None:
-        raise UserError(
-            f"{where}: the package gguf, which reads GGUF files, is not installed; {INSTALL}"
-        )
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < TRANSFORMERS_NEEDED:
-        needed = ".".join(map(str, TRANSFORMERS_NEEDED))
-        raise UserError(
-            f"{where}: needs transformers {needed} or newer, {transformers.__version__} is "
-            f"installed; {INSTALL}"
-        )
 
 
 def _llama3_rope(divisors: torch.Tensor, base: float, where: str) -> dict[str, Any]:

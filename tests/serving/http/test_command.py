@@ -71,9 +71,7 @@ def test_errors_of_the_start_are_one_line(command: Any, monkeypatch: pytest.Monk
     monkeypatch.setenv("MSATTN_API_KEY", "")
     assert command()[0] == 2
     monkeypatch.delenv("MSATTN_API_KEY")
-    monkeypatch.setattr(
-        "msattn.trainer.serving.engines.batch_pages.transformers.__version__", "5.22.1"
-    )
+    monkeypatch.setattr("transformers.__version__", "5.22.1")
     assert (
         "serve: needs transformers 5.23 or newer, 5.22.1 is installed; pip install -U "
         "'transformers>=5.23'" in command()[1]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from msattn.trainer.errors import UserError
-from msattn.trainer.serving.engines.batch_pages import check_version
+from msattn.trainer.models.families import check_transformers
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +15,7 @@ def _new_transformers() -> None:
     older transformers.
     """
     try:
-        check_version("generate_batch")
+        check_transformers("generate_batch")
     except UserError as error:
         pytest.skip(str(error))
 

@@ -133,9 +133,7 @@ def test_configurations_that_cannot_be_served_are_refused(name: str) -> None:
 def test_other_versions_of_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     # A test that ran before may have imported transformers anew.
-    monkeypatch.setattr(
-        "msattn.trainer.serving.engines.batch_pages.transformers.__version__", "5.22.1"
-    )
+    monkeypatch.setattr("transformers.__version__", "5.22.1")
     with attach_reading_all(model) as sparse:
         for call in (lambda: model.generate_batch(prompts_of(20), GREEDY), sparse.batching_config):
             with pytest.raises(

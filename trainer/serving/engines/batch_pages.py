@@ -1,5 +1,5 @@
-"""The pages of transformers' continuous batching: its version and configuration, the state of a
-cache, and its passes.
+"""The pages of transformers' continuous batching: its configuration, the state of a cache, and its
+passes.
 
 transformers describes a pass in one of two ways. With a block table every sequence has one new
 token, the attention function writes its key, and all lengths stay on the device, as in a CUDA
@@ -10,35 +10,23 @@ after another.
 from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from torch import Tensor
 
-from msattn.trainer.errors import UserError
+from msattn.trainer.models.families import check_transformers
 from msattn.trainer.serving.paged.passes import PagedPass, PagedPasses, Sequences
 from msattn.trainer.serving.paged.state import PagedState
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig
 
-TRANSFORMERS_NEEDED = (5, 23)  # earlier versions page their cache in another way
 # default share of the free memory: buckets and pooled keys need room next to the cache
 CACHE_SHARE_OF_MEMORY = 0.8
 PAGE_SIZE = 256
 
 
-def check_version(caller: str) -> None:
-    """Raises UserError, which names the ``caller``, if transformers is too old."""
-    installed, needed = transformers.__version__, ".".join(map(str, TRANSFORMERS_NEEDED))
-    if tuple(map(int, installed.split(".")[:2])) < TRANSFORMERS_NEEDED:
-        raise UserError(
-            f"{caller}: needs transformers {needed} or newer, {installed} is installed; pip "
-            f"install -U 'transformers>={needed}'"
-        )
-
-
 def batching_config(**options: Any) -> "ContinuousBatchingConfig":
     """Returns the configuration for an attached model, in which ``options`` replace values."""
-    check_version("generate_batch")
+    check_transformers("generate_batch")
     from transformers import ContinuousBatchingConfig
 
     own: dict[str, Any] = {"page_size": PAGE_SIZE, "auto_switch_to_flash": False}

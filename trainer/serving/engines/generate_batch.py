@@ -20,6 +20,7 @@ from msattn.trainer.errors import ModelWarning, UserError
 from msattn.trainer.models.families import (
     attention_layers,
     check_length,
+    check_transformers,
     decoder,
     max_length,
     text_config,
@@ -30,7 +31,6 @@ from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.engines.batch_pages import (
     AllocatedState,
     begin_pass,
-    check_version,
 )
 from msattn.trainer.serving.engines.whole_blocks import WholeBlocks
 from msattn.trainer.serving.graphs.capture import uncapturable
@@ -84,7 +84,7 @@ class Managers(NotCopied):
         """Replaces ``init_continuous_batching``; raises UserError for an unsupported version, model
         or value.
         """
-        check_version("generate_batch")
+        check_transformers("generate_batch")
         check_attached(self.model, self.sparse)
         config = (
             self.sparse.batching_config()
