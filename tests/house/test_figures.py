@@ -1,5 +1,6 @@
 """The tables and numbers of the documents are those of the CSV files in docs/figures."""
 
+import re
 import runpy
 import shutil
 import subprocess
@@ -28,6 +29,12 @@ def test_every_table_and_number_is_shown() -> None:
     ]
     assert {name for kind, name in shown if kind == "table"} == {*TABLES["TABLES"]}
     assert {name for kind, name in shown if kind == "number"} == {*TABLES["NUMBERS"]}
+
+
+@pytest.mark.parametrize("document", TABLES["DOCUMENTS"], ids=lambda path: path.name)
+def test_no_line_begins_with_a_number(document: Path) -> None:
+    """There the site would end the list or paragraph."""
+    assert not re.search(r"^\s*<!-- number", document.read_text("utf-8"), flags=re.MULTILINE)
 
 
 @pytest.mark.slow
