@@ -139,7 +139,10 @@ def test_padded_passes_of_new_tokens_compute_what_general_ones_do() -> None:
     ],
 )
 def test_prompts_that_follow_one_another_are_a_slice(
-    queries: list[int], sparse: set[int], tokens: list[slice | list[int]]
+    queries: list[int],
+    sparse: set[int],
+    tokens: list[slice | list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Dense ones are one group; sparse ones are here of different sizes."""
     with step(requests=len(LENGTHS)) as made:
@@ -147,15 +150,13 @@ def test_prompts_that_follow_one_another_are_a_slice(
         cu_queries = torch.tensor([0, *queries]).cumsum(0).int()
         selection = made.sparse.dispatch.selection
         pages = offsets = torch.zeros(sum(queries), dtype=torch.long)
-        now = PagedPass.from_tables(
-            made.state,
-            pages,
-            offsets,
-            made.table,
-            cu_queries,
-            lengths,
-            decide=lambda item: Decision(selection if item.queries in sparse else None),
+        paged = made.sparse.paged
+        monkeypatch.setattr(
+            paged,
+            "_decided",
+            lambda state, item: Decision(selection if item.queries in sparse else None),
         )
+        now = paged.begin_tables(made.state, pages, offsets, made.table, cu_queries, lengths)
     got = [
         each.tokens if isinstance(each.tokens, slice) else each.tokens.tolist()
         for each in now.prompts

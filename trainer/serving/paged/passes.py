@@ -3,7 +3,7 @@ attention over groups of sequences, and what begins and ends a pass.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,7 +33,6 @@ from msattn.trainer.serving.paged.state import PagedState, PromptChunk
 from msattn.trainer.serving.statistics import Statistics
 
 Rows = Tensor | slice
-Decide = Callable[[PromptChunk], Decision[Selection]]
 
 
 @dataclass
@@ -207,54 +206,6 @@ class PagedPass:
             **self.state.scales(x.layer),
         )
 
-    @classmethod
-    def from_tables(
-        cls,
-        state: PagedState,
-        pages: Tensor,
-        offsets: Tensor,
-        table: Tensor,
-        cu_queries: Tensor,
-        kv_len: Tensor,
-        decide: Decide,
-        answered: Tensor | None = None,
-        continued: Tensor | None = None,
-    ) -> "PagedPass":
-        """Returns a pass over any number of tokens of each sequence, whose pages are in
-        ``table [B, pages]``.
-
-        ``cu_queries [B + 1]`` are the first tokens of the sequences, ``kv_len [B]`` their numbers
-        of keys, ``answered`` the tokens after which new ones follow; without it, every chunk counts
-        as the last one of its prompt. In sequences that are ``continued``, bool ``[B]``, each of
-        several tokens is read as a new one, which sees those before it: drafts.
-        """
-        known = state.leading_pooled(table) if state.pooled else torch.zeros_like(kv_len)
-        ends = (
-            torch.ones_like(kv_len)
-            if answered is None
-            else torch.isin(cu_queries[1:] - 1, answered)
-        )
-        queries = cu_queries.diff()
-        new = queries == 1 if continued is None else (queries == 1) | continued
-        numbers = torch.stack(
-            [each.long() for each in (cu_queries[:-1], queries, kv_len, known, ends, new)]
-        ).T
-        prompts, decoded = [], list[tuple[int, int, int]]()
-        # waits for the device
-        for row, (first, number, keys, pooled, last, is_new) in enumerate(numbers.tolist()):
-            if is_new:
-                before = keys - number + 1
-                decoded += [(row, first + each, before + each) for each in range(number)]
-            elif number:  # others are padding
-                prompts.append((row, _prompt(state, table[row], first, number, keys, pooled, last)))
-        return cls(
-            state,
-            pages,
-            offsets,
-            _decoded(state, decoded, table),
-            _groups(state, prompts, kv_len, decide),
-        )
-
 
 def _scoring(x: LayerInputs) -> dict[str, Any]:
     return {"scale": x.scale, "softcap": x.scoring.softcap}
@@ -286,21 +237,6 @@ def _prompt(
     return PromptChunk(
         first, queries, keys, pages, pooled, state.whole_blocks(pages, keys), bool(last)
     )
-
-
-def _groups(
-    state: PagedState, prompts: list[tuple[int, PromptChunk]], kv_len: Tensor, decide: Decide
-) -> list[Prompts]:
-    """Returns the dense prompts in one group, and the sparse ones grouped by the binary digits of
-    their numbers of queries and keys.
-    """
-    groups = defaultdict[
-        tuple[int, int] | None, list[tuple[int, PromptChunk, Decision[Selection]]]
-    ](list)
-    for number, item in prompts:
-        decision, size = decide(item), (item.queries.bit_length(), item.keys.bit_length())
-        groups[None if decision.attention is None else size].append((number, item, decision))
-    return [_group(state, members, kv_len) for members in groups.values()]
 
 
 def _group(
@@ -357,17 +293,45 @@ class PagedPasses:
     def begin_tables(
         self,
         state: PagedState,
-        *tables: Tensor,
+        pages: Tensor,
+        offsets: Tensor,
+        table: Tensor,
+        cu_queries: Tensor,
+        kv_len: Tensor,
+        *,
         answered: Tensor | None = None,
         continued: Tensor | None = None,
     ) -> PagedPass:
-        """Returns a pass; the arguments are those of :meth:`PagedPass.from_tables`."""
-        decide = partial(self._decided, state)
-        return self.begin(
-            PagedPass.from_tables(
-                state, *tables, decide=decide, answered=answered, continued=continued
-            )
+        """Returns a pass over any number of tokens of each sequence, whose pages are in
+        ``table [B, pages]``.
+
+        ``pages`` and ``offsets`` are the fields of :class:`PagedPass`. ``cu_queries [B + 1]`` are
+        the first tokens of the sequences, ``kv_len [B]`` their numbers of keys, ``answered`` the
+        tokens after which new ones follow; without it, every chunk counts as the last one of its
+        prompt. In sequences that are ``continued``, bool ``[B]``, each of several tokens is read as
+        a new one, which sees those before it: drafts.
+        """
+        known = state.leading_pooled(table) if state.pooled else torch.zeros_like(kv_len)
+        ends = (
+            torch.ones_like(kv_len)
+            if answered is None
+            else torch.isin(cu_queries[1:] - 1, answered)
         )
+        queries = cu_queries.diff()
+        new = queries == 1 if continued is None else (queries == 1) | continued
+        numbers = torch.stack(
+            [each.long() for each in (cu_queries[:-1], queries, kv_len, known, ends, new)]
+        ).T
+        prompts, decoded = [], list[tuple[int, int, int]]()
+        # waits for the device
+        for row, (first, number, keys, pooled, last, is_new) in enumerate(numbers.tolist()):
+            if is_new:
+                before = keys - number + 1
+                decoded += [(row, first + each, before + each) for each in range(number)]
+            elif number:  # others are padding
+                prompts.append((row, _prompt(state, table[row], first, number, keys, pooled, last)))
+        rows, groups = _decoded(state, decoded, table), self._groups(state, prompts, kv_len)
+        return self.begin(PagedPass(state, pages, offsets, rows, groups))
 
     def begin_new_tokens(
         self,
@@ -426,6 +390,21 @@ class PagedPasses:
             item for prompts in current.prompts if prompts.sparse for item in prompts.items
         ):
             state.mark_pooled(item.blocks[item.pooled :], pooled=True)
+
+    def _groups(
+        self, state: PagedState, prompts: list[tuple[int, PromptChunk]], kv_len: Tensor
+    ) -> list[Prompts]:
+        """Returns the dense prompts in one group, and the sparse ones grouped by the binary digits
+        of their numbers of queries and keys.
+        """
+        groups = defaultdict[
+            tuple[int, int] | None, list[tuple[int, PromptChunk, Decision[Selection]]]
+        ](list)
+        for number, item in prompts:
+            decision = self._decided(state, item)
+            size = item.queries.bit_length(), item.keys.bit_length()
+            groups[None if decision.attention is None else size].append((number, item, decision))
+        return [_group(state, members, kv_len) for members in groups.values()]
 
     def _decided(self, state: PagedState, item: PromptChunk) -> Decision[Selection]:
         """Decides for a sequence with several new tokens; keys that are not pooled yet are new or
