@@ -39,32 +39,6 @@ def test_norms_of_queries_and_keys_under_autocast() -> None:
 
 
 @torch.no_grad()
-def test_leaving_the_context_restores_the_model(model: Any) -> None:
-    ids = random_tokens(1, 50)
-    before, config, attributes = (
-        model(ids).logits,
-        model.config.to_dict(),
-        sorted(vars(model.config)),
-    )
-    with attach_reading_all(model):
-        model(ids)
-    with pytest.raises(UserError, match="left padding only"), attach_reading_all(model):
-        model(ids, attention_mask=(ids != ids[0, -1]).long())
-    assert torch.equal(model(ids).logits, before)
-    assert model.config.to_dict() == config
-    assert sorted(vars(model.config)) == attributes
-    assert model.config._attn_implementation == "sdpa"
-    for module in model.modules():
-        assert not any(
-            (
-                module._forward_hooks,
-                module._forward_pre_hooks,
-                module._forward_pre_hooks_with_kwargs,
-            )
-        )
-
-
-@torch.no_grad()
 def test_stats_of_prefill_and_decoding(model: Any) -> None:
     ids = random_tokens(1, 160)  # 10 row blocks, which see 1 to 10 blocks
     with attach(

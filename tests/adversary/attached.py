@@ -45,11 +45,13 @@ EVERYTHING: dict[str, Any] = {**EVERY_BLOCK, **EVERY_BUCKET}
 def attached(options: Mapping[str, Any], use: Callable[[Any], Any], base: Any = None) -> Any:
     """Returns ``use(model)`` inside of attach, which must leave the model as it was."""
     base = model() if base is None else base
+    config = base.config.to_dict(), sorted(vars(base.config))
     try:
         with torch.no_grad(), msattn.attach(base, **options):
             return use(base)
     finally:
         check_restored(base)
+        assert (base.config.to_dict(), sorted(vars(base.config))) == config
 
 
 def check_restored(base: Any) -> None:

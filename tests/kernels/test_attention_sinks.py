@@ -11,9 +11,6 @@ from torch import Tensor
 
 from msattn.kernels.attention_sinks import apply_sinks
 from msattn.kernels.block_sparse_attention import block_sparse_attention
-from msattn.kernels.bucket_decode import bucket_decode
-from msattn.kernels.bucket_mass import bucket_mass
-from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.flash_decode import flash_decode
 from msattn.kernels.testing import (
     capped,
@@ -25,7 +22,7 @@ from msattn.kernels.testing import (
 )
 from msattn.kernels.types import SparseAttention
 from tests.kernels import shared
-from tests.kernels.problems import CASES, Case, random_buckets
+from tests.kernels.problems import CASES, Case
 
 
 def random_sinks(heads: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -72,38 +69,6 @@ def test_gradients_match_fp64_softmax_with_one_more_column() -> None:
     gradients, wanted = (torch.autograd.grad(x[:2], inputs, (dout, dlse)) for x in (got, want))
     for x, y in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(x, y)
-
-
-def test_decoding(device: str) -> None:
-    """Buckets and dense decoding, in either variant, take sinks after their splits are merged."""
-    q, k, v = random_qkv(2, 4, 2, 1, 130, device=device)
-    sinks = random_sinks(4, device)
-    want = dense_attention(q, k, v, torch.ones(130, dtype=torch.bool, device=device), sinks=sinks)
-    index = build_bucket_index(random_buckets(2, 2, 130, 7, device).clamp(min=0), 7)
-    probes = torch.arange(7, dtype=torch.int32, device=device).expand(2, 2, -1)
-    states = [
-        flash_decode(q, k, v, splits=3, backend="triton"),
-        flash_decode(q, k, v, variant="global", splits=3, backend="triton"),
-        bucket_decode(q, k, v, index, probes, recent=5, backend="triton"),
-    ]
-    for state in states:
-        got = apply_sinks(state, sinks)
-        torch.testing.assert_close(got.out, want.out.float())
-        torch.testing.assert_close(got.lse, want.lse.float())
-
-
-def test_bucket_mass_is_rescaled_by_rows(device: str) -> None:
-    """The mass of each bucket in a softmax with sinks, as its documentation states."""
-    q, k, _ = random_qkv(1, 4, 2, 20, 70, device=device)
-    buckets, sinks = random_buckets(1, 2, 70, 7, device).clamp(min=0), random_sinks(4, device)
-    plain = bucket_mass(q, k, buckets, num_buckets=7)
-    probs = dense_attention(
-        q, k, k, torch.ones(70, dtype=torch.bool, device=device), sinks=sinks
-    ).probs
-    member = torch.nn.functional.one_hot(buckets.long(), 7).repeat_interleave(2, 1).double()
-    torch.testing.assert_close(
-        plain.mass * (plain.lse - sinks[:, None]).sigmoid()[..., None], (probs @ member).float()
-    )
 
 
 def test_compiles(device: str) -> None:

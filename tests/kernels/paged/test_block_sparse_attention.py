@@ -309,18 +309,6 @@ def test_bits_are_a_mask(backend: Backend, device: str) -> None:
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_selected(backend: Backend, device: str) -> None:
-    case = Case(64, 64, 2, 1, 64, 2, ((30, 70), (0, 5)))
-    q, cache, cu_queries, mask, _, _ = problem = make(case, device)
-    none = torch.zeros_like(mask)
-    got = paged_block_sparse_attention(
-        q, cache, cu_queries, none, **problem.options(case), backend=backend
-    )
-    assert (got.out == 0).all()
-    assert (got.lse == -torch.inf).all()
-
-
 def test_the_cache_is_not_copied(device: str) -> None:
     case = Case(16, 32, 2, 1, 64, 0, ((5, 9),))
     q, cache, cu_queries, _, _, _ = problem = make(case, device)

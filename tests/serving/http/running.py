@@ -145,10 +145,10 @@ def running(
             assert not thread.is_alive()
 
 
-def small_loaded(folder: Path, family: str = "llama") -> Loaded:
+def small_loaded(folder: Path, family: str = "llama", **overrides: Any) -> Loaded:
     """A random model of two small layers, whose answers never end by themselves."""
     save_tokenizer(folder)
-    model = tiny_model(family, max_position_embeddings=4096)
+    model = tiny_model(family, max_position_embeddings=4096, **overrides)
     model.generation_config.eos_token_id = None
     model.config.eos_token_id = None
     return Loaded(model, AutoTokenizer.from_pretrained(folder), {})

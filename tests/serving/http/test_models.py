@@ -11,7 +11,7 @@ import msattn
 from msattn.trainer.commands import serve
 from msattn.trainer.commands.answers import find_served
 from msattn.trainer.errors import UserError
-from msattn.trainer.models import Loaded, load
+from msattn.trainer.models import Loaded
 from msattn.trainer.serving.engines.http import cache_size
 from msattn.trainer.serving.engines.http.engine import check_served
 from tests.ending import ENDING_WITH, first_unique, saved
@@ -52,12 +52,20 @@ def test_sparse_answers_are_those_of_the_attached_model(embedded: Loaded) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["olmo3", "gemma3_text", "gpt_oss"])
-def test_layers_with_a_window_are_served_densely(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        *((family, {}) for family in ("olmo3", "gemma3_text", "gpt_oss")),
+        ("mistral", {"sliding_window": 24}),  # in all layers
+    ],
+)
+def test_layers_with_a_window_are_served_densely(
+    tmp_path: Path, family: str, overrides: dict[str, Any]
+) -> None:
     """The longest request fits, though layers with a window and others share the pages in
     groups.
     """
-    small = small_loaded(tmp_path, family)
+    small = small_loaded(tmp_path, family, **overrides)
     prompt = [5 + i % 50 for i in range(100)]
     expected = alone(small.model, prompt, 100)
     cfg = configuration(
@@ -70,26 +78,6 @@ def test_layers_with_a_window_are_served_densely(tmp_path: Path, family: str) ->
         tokenizer: Any = small.tokenizer
         assert answer.choices[0].text == tokenizer.decode(expected, skip_special_tokens=True)
         eventually(lambda: served.metric("cache_pages_used") == 0)
-
-
-def test_a_model_whose_layers_all_have_windows_is_loaded_and_served_densely(tmp_path: Path) -> None:
-    tiny_model("mistral", sliding_window=24).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
-    cfg = configuration(
-        f"model.path='{tmp_path}'", "dtype=float32", "server.page_size=16", "server.batch_tokens=32"
-    )
-    with pytest.raises(UserError, match="no layer can be sparse"):
-        load(cfg.model, device="cpu")
-    loaded = load(cfg.model, device="cpu", dtype="float32", dense=True)
-    prompt = [5 + i % 50 for i in range(100)]
-    with running(loaded, cfg) as served, served.client() as client:
-        answer = client.completions.create(
-            model="tiny", prompt=prompt, max_tokens=50, temperature=0
-        )
-        tokenizer: Any = loaded.tokenizer
-        assert answer.choices[0].text == tokenizer.decode(
-            alone(loaded.model, prompt, 50), skip_special_tokens=True
-        )
 
 
 def test_a_model_that_cannot_be_batched_needs_no_artifact_to_be_refused(tmp_path: Path) -> None:

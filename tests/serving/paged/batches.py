@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 from msattn.trainer.methods.gate.attn_gate import pool_keys
 from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation
-from msattn.trainer.serving.attach import Sparse
+from msattn.trainer.serving.attach import Sparse, attach
 from msattn.trainer.serving.paged.state import PagedState, PromptChunk
 
 NEW = 10
@@ -59,3 +59,19 @@ def pooled_again(
     keys, _ = state.keys(x.layer, prompt.table, 0, prompt.keys, x.k.dtype)
     before_rope = rotation.invert(keys, torch.arange(prompt.keys)[None])
     return pool_keys(state.gate.cached_pools, before_rope, keys, block_size=state.block_size)
+
+
+def served(
+    model: Any, prompts: list[list[int]], attached: dict[str, Any], **options: Any
+) -> tuple[list[list[int]], Any]:
+    """Returns the tokens of an attached model for each prompt in batches, and its statistics."""
+    with attach(model, **attached) as sparse:
+        return together(model, sparse, prompts, **options), sparse.stats()
+
+
+def one_by_one(
+    model: Any, prompts: list[list[int]], attached: dict[str, Any], **options: Any
+) -> list[list[int]]:
+    """Returns the tokens that ``generate`` of an attached model gives for each prompt alone."""
+    with attach(model, **attached):
+        return [alone(model, prompt, **options) for prompt in prompts]

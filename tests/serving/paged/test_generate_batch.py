@@ -29,7 +29,7 @@ from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.paged import passes
 from msattn.trainer.serving.paged.kept_sizes import BucketSizes
 from tests.factory import prompts_of, random_partition, tiny_model
-from tests.serving.paged.batches import GREEDY, PAGE, alone, answer, together
+from tests.serving.paged.batches import GREEDY, PAGE, alone, answer, one_by_one, served, together
 from tests.sparse import BLOCK, BUCKETS, EVERY_BLOCK, LAYERS, attach_reading_all, gate_for
 
 HALF: Any = SelectConfig(sparsity=0.5, scores="gate", sink_blocks=0, local_blocks=0)
@@ -135,23 +135,20 @@ def test_chunks_of_whole_blocks_select_as_one_pass(select: str) -> None:
     # its pattern is that of the last queries of a pass, so only whole prompts agree
     if select == "vertical_slash":
         prompts, dense = prompts[:1], dense[:1]
-    with attach(model, **attached, **ROUTED):
-        expected = [alone(model, prompt) for prompt in prompts]
+    attached |= ROUTED
+    expected = one_by_one(model, prompts, attached)
     assert expected != dense
     chunk = 512 if select == "vertical_slash" else 4 * BLOCK
     for prompt, tokens in zip(prompts, expected, strict=True):
-        with attach(model, **attached, **ROUTED) as sparse:
-            assert together(model, sparse, [prompt], max_batch_tokens=chunk) == [tokens]
-            stats = sparse.stats()
+        found, stats = served(model, [prompt], attached, max_batch_tokens=chunk)
+        assert found == [tokens]
         assert 0.2 < stats["sparsity"] < 0.5
         assert 0.3 < stats["selectivity"] < 1
         assert (stats["dense_fallbacks"], stats["dense_by_choice"]) == (0, 0)
     # cut in the middle of a block, prompts would have other row blocks
-    with attach(model, **attached, **ROUTED) as sparse:
-        assert (
-            together(model, sparse, [*prompts, *reversed(prompts)], max_batch_tokens=chunk + 5)
-            == expected + expected[::-1]
-        )
+    twice = [*prompts, *reversed(prompts)]
+    found, _ = served(model, twice, attached, max_batch_tokens=chunk + 5)
+    assert found == expected + expected[::-1]
 
 
 @pytest.mark.parametrize("chunk", [512, 4 * BLOCK])
@@ -164,13 +161,11 @@ def test_the_last_chunk_of_a_prompt_knows_its_question(chunk: int) -> None:
             return super().given(replace(x, ends_prompt=x.num_keys >= len(prompt)))
 
     gate = gate_for(model)
-    with attach(
-        model, select=Selection(TopK(sparsity=0.5), KnownEnd(gate), AlwaysRead(0, 0)), **ROUTED
-    ):
-        expected = alone(model, prompt, prefill_chunk_size=chunk)
-    with attach(model, gate=gate, select=replace(HALF, scores="gate_question"), **ROUTED) as sparse:
-        assert together(model, sparse, [prompt], max_batch_tokens=chunk) == [expected]
-        assert sparse.stats()["dense_fallbacks"] == 0
+    known = {"select": Selection(TopK(sparsity=0.5), KnownEnd(gate), AlwaysRead(0, 0)), **ROUTED}
+    attached = {"gate": gate, "select": replace(HALF, scores="gate_question"), **ROUTED}
+    found, stats = served(model, [prompt], attached, max_batch_tokens=chunk)
+    assert found == one_by_one(model, [prompt], known, prefill_chunk_size=chunk)
+    assert stats["dense_fallbacks"] == 0
 
 
 def test_the_last_queries_read_every_block() -> None:
@@ -179,26 +174,23 @@ def test_the_last_queries_read_every_block() -> None:
     attached: dict[str, Any] = {
         "gate": gate_for(model),
         "select": replace(HALF, sparsity=0.8, dense_queries=2 * BLOCK),
+        **ROUTED,
     }
-    with attach(model, **attached, **ROUTED):
-        expected = [alone(model, prompt) for prompt in prompts]
-    with attach(model, **attached, **ROUTED) as sparse:
-        assert together(model, sparse, prompts) == expected
-        stats = sparse.stats()
+    found, stats = served(model, prompts, attached)
+    assert found == one_by_one(model, prompts, attached)
     assert (stats["dense_fallbacks"], stats["dense_by_choice"]) == (0, LAYERS)
     assert 0.2 < stats["sparsity"] < 0.6
-    with attach(model, **attached, **ROUTED) as sparse:  # in chunks, they stay in one
-        assert together(model, sparse, prompts, max_batch_tokens=4 * BLOCK) == expected
+    # in chunks, they stay in one
+    assert served(model, prompts, attached, max_batch_tokens=4 * BLOCK)[0] == found
 
 
 def test_a_shared_prefix_selects_as_one_pass(events: Counter[str]) -> None:
     """Later prompts score the blocks of a prefix by the pooled keys that the first one has left."""
     model, prompts = tiny_model(), prompts_of(3 * PAGE + 5, 190, 150, 4 * PAGE, prefix=3 * PAGE)
-    with attach(model, gate=gate_for(model), select=HALF, **ROUTED):
-        expected = [alone(model, prompt) for prompt in prompts]
-    with attach(model, gate=gate_for(model), select=HALF, **ROUTED) as sparse:
-        assert together(model, sparse, prompts, max_requests_per_batch=1) == expected
-        assert sparse.stats()["dense_fallbacks"] == 0
+    attached = {"gate": gate_for(model), "select": HALF, **ROUTED}
+    found, stats = served(model, prompts, attached, max_requests_per_batch=1)
+    assert found == one_by_one(model, prompts, attached)
+    assert stats["dense_fallbacks"] == 0
     assert events["shared"] == 3 * 3 * PAGE
 
 
@@ -207,14 +199,12 @@ def test_routers_without_training(router: str) -> None:
     model, prompts, layers = tiny_model(), prompts_of(120, 190), list(range(LAYERS))
     roped = KMeans(random_partition().centroids, layers, rope=True)
     routers = {"k-means": roped, "random": RandomBuckets(BUCKETS, layers, 2)}
-    with attach(model, **ROUTED | {"qmodel": routers[router]}):
-        expected = [alone(model, prompt) for prompt in prompts]
-    with attach(model, **ROUTED | {"qmodel": routers[router]}) as sparse:
-        found = together(model, sparse, prompts)
-        assert 0.3 < sparse.stats()["selectivity"] < 1
-        assert sparse.stats()["sparsity"] is None
+    attached = ROUTED | {"qmodel": routers[router]}
+    found, stats = served(model, prompts, attached)
+    assert 0.3 < stats["selectivity"] < 1
+    assert stats["sparsity"] is None
     if router == "k-means":  # the hashes of random buckets change with each rounding
-        assert found == expected
+        assert found == one_by_one(model, prompts, attached)
 
 
 @pytest.mark.parametrize("pages_of_request", [None, 0])
@@ -229,20 +219,13 @@ def test_short_sequences_stay_dense(pages_of_request: int | None) -> None:
         "dense_below": 100,
     }
     dense = alone(model, short)
-    with attach(model, **options) as sparse:
-        assert together(model, sparse, [short], max_blocks_per_request=pages_of_request) == [dense]
-        stats = sparse.stats()
-        assert stats["selectivity"] == 1
-        # the prompt, and tokens after the first in one routed layer
-        assert stats["dense_by_choice"] == LAYERS + 9
-    with attach(model, **options) as sparse:
-        assert (
-            together(model, sparse, [short, long], max_blocks_per_request=pages_of_request)[0]
-            == dense
-        )
-        stats = sparse.stats()
-        assert stats["dense_by_choice"] == LAYERS
-        assert stats["selectivity"] < 1
+    pages = {"max_blocks_per_request": pages_of_request}
+    found, stats = served(model, [short], options, **pages)
+    # the prompt, and tokens after the first in one routed layer
+    assert (found, stats["selectivity"], stats["dense_by_choice"]) == ([dense], 1, LAYERS + 9)
+    found, stats = served(model, [short, long], options, **pages)
+    assert (found[0], stats["dense_by_choice"]) == (dense, LAYERS)
+    assert stats["selectivity"] < 1
 
 
 def test_masks_are_not_wider_than_their_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,9 +241,9 @@ def test_masks_are_not_wider_than_their_prompts(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(passes, "paged_block_sparse_attention", seen)
     model, prompts = tiny_model(), prompts_of(*[3 + i % 5 for i in range(12)], 40, 45, 200)
     expected = [alone(model, prompt) for prompt in prompts]
-    with attach(model, gate=gate_for(model), select=EVERY_BLOCK, dense_below=20) as sparse:
-        assert together(model, sparse, prompts) == expected
-        assert sparse.stats()["dense_by_choice"] == 12 * LAYERS
+    attached = {"gate": gate_for(model), "select": EVERY_BLOCK, "dense_below": 20}
+    found, stats = served(model, prompts, attached)
+    assert (found, stats["dense_by_choice"]) == (expected, 12 * LAYERS)
     heads = model.config.num_attention_heads
     assert Counter(masks) == dict.fromkeys([None, (2, heads, 3, 1), (1, heads, 13, 1)], LAYERS)
 
@@ -300,9 +283,8 @@ def test_cuda_graphs_give_the_tokens_of_dense_generate(cuda_graphs: bool) -> Non
         )
         stats = sparse.stats()
     assert (stats["sparsity"], stats["selectivity"], stats["dense_fallbacks"]) == (0, 1, 0)
-    with attach(model, gate=gate_for(model), select=HALF, **ROUTED) as sparse:
-        together(model, sparse, prompts, max_requests_per_batch=8)
-        stats = sparse.stats()
+    attached = {"gate": gate_for(model), "select": HALF, **ROUTED}
+    _, stats = served(model, prompts, attached, max_requests_per_batch=8)
     assert 0.2 < stats["sparsity"] < 0.5
     assert 0.3 < stats["selectivity"] < 1
 
@@ -337,9 +319,10 @@ def test_short_sequences_in_a_graph_read_every_key() -> None:
     model, (short, long) = tiny_model(), prompts_of(40, 190)
     model.to("cuda")
     dense = alone(model, short)
-    with attach(model, **ROUTED | {"recent": 8}, dense_below=100) as sparse:
-        assert together(model, sparse, [short, long])[0] == dense
-        assert sparse.stats()["selectivity"] < 1
+    attached = {**ROUTED, "recent": 8, "dense_below": 100}
+    found, stats = served(model, [short, long], attached)
+    assert found[0] == dense
+    assert stats["selectivity"] < 1
 
 
 def test_shares_of_the_keys(events: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -370,14 +353,12 @@ def test_shares_of_the_keys(events: Counter[str], monkeypatch: pytest.MonkeyPatc
         "dense_below": 0,
     }
     pages = {"page_size": BLOCK, "num_blocks": 15, "max_batch_tokens": 75, "safety_margin": 0.0}
-    with attach(model, **options, keys=0.5) as sparse:
-        assert together(model, sparse, prompts, **pages) == expected
-        assert sparse.stats()["selectivity"] == 1
+    found, stats = served(model, prompts, options | {"keys": 0.5}, **pages)
+    assert (found, stats["selectivity"]) == (expected, 1)
     assert events["shared"] > 0
     assert events["preempted"] > 0
     counted = torch.cat(new).tolist()
     assert counted.count(1) > len(counted) / 2  # most sequences go on from their last pass
     assert max(counted) > 1
-    with attach(model, **options, keys=0.1) as sparse:
-        together(model, sparse, prompts)
-        assert 0.1 < sparse.stats()["selectivity"] < 0.9
+    _, stats = served(model, prompts, options | {"keys": 0.1})
+    assert 0.1 < stats["selectivity"] < 0.9
