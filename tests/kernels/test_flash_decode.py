@@ -61,11 +61,11 @@ class Case(NamedTuple):
 
     def score_mod(self, device: str) -> ScoreMod | None:
         """Returns the modification named by ``mod``."""
-        if self.mod == "bias":
+        if self.mod in ("bias", "nothing"):
             bias = torch.linspace(-2, 2, self.batch * self.num_keys, device=device).view(
                 self.batch, self.num_keys
             )
-            bias[:, 3::7] = -math.inf
+            bias[:, slice(3, None, 7) if self.mod == "bias" else slice(None)] = -math.inf
             return ScoreMod(_bias_kernel, _bias, (bias,), (self.num_keys, 0.7))
         slopes = 2.0 ** -torch.arange(1, self.q_heads + 1, device=device)
         return {
@@ -120,7 +120,7 @@ def modified(scores: Tensor, case: Case) -> Tensor:
         return scores - slopes[:, None, None] * (i - j)
     if case.mod == "sliding_window":
         return scores.masked_fill(i - j >= WIDTH, -math.inf)
-    if case.mod == "bias":
+    if case.mod in ("bias", "nothing"):
         mod = case.score_mod(str(scores.device))
         assert mod is not None
         return scores + 0.7 * mod.tensors[0].to(scores.dtype)[:, None, None] / (1 + (i - j).abs())
@@ -158,6 +158,7 @@ CASES = [
     Case(2, 2, 1, 5, 63, 80, FULL, False, None, padding=(2, 0), filled=(3, 0)),
     Case(2, 4, 1, 16, 12, 64, HALF, True, "alibi", filled=(12, 4)),
     Case(1, 4, 1, 16, 70, 512, HALF, True, "softcap", splits=2),
+    Case(2, 4, 2, 3, 40, 64, FULL, True, "nothing"),  # a modification that gives -inf
     Case(1, 2, 1, 1, 4200, 16, HALF, splits=40),  # more splits than maxima that are read at a time
 ]
 
@@ -275,25 +276,6 @@ def test_full_product_of_pages(
             sizes = q_heads, kv_heads, num_queries, head_size, page, dtype
             case = paged(lengths, *sizes, by_head=by_head, **options)
             check(case, "partial", "triton", "cuda")
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_no_visible_keys(backend: Backend, variant: Variant, device: str) -> None:
-    """An empty cache, a cache of padding only, and a modification that gives -inf."""
-    q, k, v = random_qkv(2, 4, 2, 3, 40, device=device)
-    none = Case(2, 4, 2, 3, 40, 64, mod="bias").score_mod(device)
-    assert none is not None
-    none = none._replace(tensors=(torch.full((2, 40), -math.inf, device=device),))
-    nothing: list[dict[str, Any]] = [
-        {"kv_len": starts([0, 0], device)},
-        {"kv_start": starts([40, 40], device), "causal": True},
-        {"score_mod": none, "causal": True},
-    ]
-    for options in nothing:
-        got = flash_decode(q, k, v, variant=variant, **options, backend=backend)
-        assert (got.out == 0).all()
-        assert (got.lse == -math.inf).all()
 
 
 @pytest.mark.parametrize("limit", [0.5, 30.0])

@@ -9,34 +9,27 @@ from msattn.kernels.common.splits import choose_splits, merge_splits, one_wave_s
 
 
 @pytest.mark.parametrize(
-    ("blocks", "concurrent", "tiles", "splits"),
+    ("blocks", "concurrent", "tiles", "extra", "splits"),
     [
-        (8, 132, 256, 16),
-        (8, 132, 65, 13),  # with 14 to 16 the longest split would have five tiles, too
-        (40, 132, 64, 3),  # one nearly full wave is better than several fuller ones
-        (96, 132, 64, 1),  # three quarters of the programs read nearly as fast as all of them
-        (72, 132, 512, 9),  # several waves, because one would leave half of the GPU free
-        (1, 132, 65, 65),
-        (1000, 264, 1, 1),
-        (1, 1000, 9999, 500),  # MAX_SPLITS is 512, and 500 give the same number of tiles
+        (8, 132, 256, 0, 16),
+        (8, 132, 65, 0, 13),  # with 14 to 16 the longest split would have five tiles, too
+        (40, 132, 64, 0, 3),  # one nearly full wave is better than several fuller ones
+        (96, 132, 64, 0, 1),  # three quarters of the programs read nearly as fast as all of them
+        (72, 132, 512, 0, 9),  # several waves, because one would leave half of the GPU free
+        (1, 132, 65, 0, 65),
+        (1000, 264, 1, 0, 1),
+        (1, 1000, 9999, 0, 500),  # MAX_SPLITS is 512, and 500 give the same number of tiles
+        # shorter splits that wait for the extra programs would take longer
+        (8, 264, 64, 4, 32),  # 256 programs beside the 8 extra ones
+        (16, 264, 64, 4, 13),  # 16 splits of four tiles would leave no room
+        (64, 264, 64, 4, 3),
     ],
 )
-def test_splits_fill_the_gpu(blocks: int, concurrent: int, tiles: int, splits: int) -> None:
+def test_splits_fill_the_gpu(
+    blocks: int, concurrent: int, tiles: int, extra: int, splits: int
+) -> None:
     """The choice balances waves, start and merge costs, and memory saturation."""
-    assert choose_splits(blocks, concurrent, tiles) == splits
-
-
-@pytest.mark.parametrize(
-    ("blocks", "splits"),
-    [
-        (8, 32),  # 256 programs beside the 8 extra ones
-        (16, 13),  # 16 splits of four tiles would leave no room
-        (64, 3),
-    ],
-)
-def test_splits_leave_room_for_extra_programs(blocks: int, splits: int) -> None:
-    """Shorter splits that wait for the extra programs would take longer."""
-    assert choose_splits(blocks, 264, 64, extra_tiles=4) == splits
+    assert choose_splits(blocks, concurrent, tiles, extra_tiles=extra) == splits
 
 
 @pytest.mark.parametrize(
