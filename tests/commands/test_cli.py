@@ -19,7 +19,7 @@ from msattn.trainer.commands.jobs import COMMANDS, Command
 from msattn.trainer.errors import UserError
 from msattn.trainer.models import break_even
 from msattn.trainer.models.break_even import BREAK_EVEN, DECODING_COST
-from tests.commands.conftest import Run
+from tests.commands.conftest import Refused, Run
 
 NAMES = (*COMMANDS, "demo", "push", "configure", "import-gate", "doctor", "help")
 MSATTN = [sys.executable, "-c", "from msattn.cli import main; main()"]
@@ -112,13 +112,9 @@ def test_cfg_prints_yaml_and_runs_nothing(msattn: Run, here: Path, job: list) ->
     ],
 )
 def test_user_errors_are_one_line_and_exit_code_2(
-    msattn: Run, here: Path, job: list, arguments: str, says: str
+    refused: Refused, here: Path, job: list, arguments: str, says: str
 ) -> None:
-    code, _, err = msattn(*arguments.split(" "))
-    assert code == 2
-    assert err.startswith("msattn: ")
-    assert says in err
-    assert err.count("\n") == 1
+    refused(says, *arguments.split(" "))
     if "-m" not in arguments:
         assert not job
         assert not list(here.iterdir()), "a mistake must leave no files"
@@ -165,13 +161,12 @@ def test_prompts_are_not_parsed_by_hydra(msattn: Run, here: Path, job: list) -> 
     ],
 )
 def test_keys_are_checked_before_a_model_is_read(
-    msattn: Run, here: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, says: str
+    refused: Refused, here: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, says: str
 ) -> None:
     monkeypatch.setattr(own, "_positions", lambda model: pytest.fail("the model is read"))
     (here / "groups" / "gate").mkdir(parents=True)
     (here / "groups" / "gate" / "wide.yaml").write_text("hidden: 256\n")
-    code, _, err = msattn("train-gate", "--model", "model.gguf", *arguments.split())
-    assert (code, err.count("\n"), says in err) == (2, 1, True), err
+    refused(says, "train-gate", "--model", "model.gguf", *arguments.split())
 
 
 LINE = "def add(first, second):\n    return first + second\n"
