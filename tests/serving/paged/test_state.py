@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
+from msattn.trainer.config import GateConfig
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import RoutedQueries
 from msattn.trainer.methods.classifier.kmeans import KMeans
@@ -187,6 +188,25 @@ def test_padded_passes(
         assert together(model, sparse, prompts, **options) == expected
         stats = sparse.stats()
     assert (stats["selectivity"], stats["sparsity"]) == (1, 0)
+
+
+def test_blocks_of_several_pages_are_kept_in_their_last_one() -> None:
+    """Two sequences share five pages of 16, the first of which hold a block of 64; of the next
+    block they share one page.
+    """
+    keys = torch.zeros(16, 16, 1, 8)
+    gate = GateConfig(block_size=64)
+    state = PagedState(
+        {0: (keys, keys)}, bucket_layers=(), gate=gate, gated_layers=(0,), requests=2
+    )
+    first, second = [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 10, 11, 12, 13]
+    table = torch.tensor([first, second], dtype=torch.int32)
+    assert [state.whole_blocks(table[0], n).tolist() for n in (63, 64, 144)] == [[], [4], [4, 8]]
+    state.mark_pooled(state.whole_blocks(table[0], 144), pooled=True)
+    assert state.leading_pooled(table).tolist() == [2, 1]
+    assert state.leading_pooled(table[:, :3]).tolist() == [0, 0]
+    state.mark_pooled(state.blocks_of(torch.tensor([4]), torch.tensor([3])), pooled=False)
+    assert state.leading_pooled(table).tolist() == [0, 0]
 
 
 def test_leaving_the_context_frees_the_state() -> None:
