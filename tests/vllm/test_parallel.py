@@ -1,8 +1,11 @@
 """Engines whose model is divided among processes: stages of a pipeline, and heads within them."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import zmq
+from vllm.distributed.device_communicators import shm_broadcast
 
 from msattn.trainer.serving.engines.vllm.backend import stats
 from tests.factory import prompts_of
@@ -19,6 +22,23 @@ SPARSE: dict[str, Any] = {
 LAYERS = 6
 # layer 0 is dense in decoding
 ROUTED = range(1, LAYERS)
+
+
+@pytest.fixture(autouse=True)
+def _sockets_are_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """vLLM before 0.32 leaves its sockets open, and waits forever for them once they are collected
+    together with their context.
+    """
+    contexts = list[Any]()
+
+    def context() -> Any:
+        contexts.append(zmq.Context())
+        return contexts[-1]
+
+    monkeypatch.setattr(shm_broadcast, "Context", context)
+    yield
+    for made in contexts:
+        made.destroy(linger=0)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
