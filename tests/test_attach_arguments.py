@@ -2,9 +2,11 @@
 context.
 """
 
+import gc
 import inspect
 import re
 import shutil
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,6 @@ from msattn.trainer.methods.classifier.kmeans import KMeans
 from msattn.trainer.methods.classifier.qmodel import QModel
 from msattn.trainer.methods.untrained import untrained_router
 from msattn.trainer.models import EMBEDDED
-from msattn.trainer.serving import build
 from msattn.trainer.serving.attach import Sparse
 from msattn.trainer.serving.build import AttachOptions
 from tests.factory import random_partition, random_tokens, tiny_model
@@ -143,10 +144,20 @@ def test_enable_lasts_until_disable(model: Any) -> None:
         msattn.enable(model, select="quest", sparsty=0.5)  # pyrefly: ignore[unexpected-keyword]
 
 
+def test_an_enabled_model_can_be_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", raised.append)
+    model = tiny_model()
+    msattn.enable(model, select="sink_local")
+    model.generate(random_tokens(1, 40), max_new_tokens=2)
+    del model
+    gc.collect()
+    assert not raised
+
+
 def test_a_default_that_reads_every_bucket_is_announced(model: Any) -> None:
     router = random_partition(32)
     message = "probes=32 by default: every bucket is read"
-    build._warn_once.cache_clear()
     with pytest.warns(UserWarning, match=message), msattn.attach(model, qmodel=router):
         pass
     with warnings.catch_warnings():

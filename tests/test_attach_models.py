@@ -13,17 +13,11 @@ from peft import LoraConfig, get_peft_model
 import msattn
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
-from msattn.trainer.serving import build
 from tests.factory import random_partition, random_tokens, tiny_model
 from tests.sparse import gate_for, save
 
 HALF = SelectConfig(sparsity=0.5, sink_blocks=0, local_blocks=0)
 SPARSE: dict[str, Any] = {"select": HALF, "probes": 1, "recent": 4, "dense_layers": ()}
-
-
-@pytest.fixture(autouse=True)
-def _warnings_appear_again() -> None:
-    build._warn_once.cache_clear()
 
 
 def quantized_to_int8(folder: Path) -> Any:

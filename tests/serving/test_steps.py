@@ -114,11 +114,11 @@ def test_fused_passes_keep_nothing_for_the_original_pass(
 @torch.no_grad()
 def test_a_mask_that_changes(where: str) -> None:
     """A step that was launched for the padding of the last token is run again for another
-    padding.
+    padding, and counted once.
     """
     model = tiny_model().to(where)
     ids, mask = random_tokens(1, 70).to(where), torch.ones(1, 70, dtype=torch.long, device=where)
-    with attach(model, **ALL_BUCKETS):
+    with attach(model, **ALL_BUCKETS) as sparse:
         cache = DynamicCache(config=model.config)
         model(ids[:, :60], past_key_values=cache)
         for i in range(60, 69):
@@ -126,6 +126,10 @@ def test_a_mask_that_changes(where: str) -> None:
         held = copy.deepcopy(cache)
         mask[:, :20] = 0
         masked = model(ids[:, 69:], attention_mask=mask, past_key_values=cache).logits
+        seen = sum(range(61, 71)) * len(sparse.dispatch.routed_layers) * sparse.kv_heads
+        statistics = sparse.statistics
+        assert statistics._keys["visible keys"] == seen
+        assert sum(int(read.sum()) for read in statistics._key_counts.values()) == seen
         with pytest.raises(ValueError, match="left padding only"):
             model(ids[:, 69:], attention_mask=mask.flip(1), past_key_values=held)
         alone = DynamicCache(config=model.config)

@@ -41,6 +41,6 @@ def replaced(
     try:
         yield
     finally:
-        for key in new:
-            del attributes[key]
+        for key in new:  # the collector may end contexts of one module in any order
+            attributes.pop(key, None)
         attributes.update(before)

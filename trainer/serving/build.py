@@ -122,13 +122,12 @@ class ModelInfo(NamedTuple):
     to_device: Callable[..., torch.device]
 
 
-@cache
-def _warn_once(message: str) -> None:
+def _warn(message: str) -> None:
     warnings.warn(message, ModelWarning, stacklevel=6)  # at the caller's with statement
 
 
 def build_sparse(
-    model: ModelInfo, options: AttachOptions, warn: Callable[[str], None] = _warn_once
+    model: ModelInfo, options: AttachOptions, warn: Callable[[str], None] = _warn
 ) -> Sparse:
     """Builds the sparse attention of a model of a supported family; raises UserError like
     :func:`msattn.attach`.

@@ -112,12 +112,12 @@ def check_held(cache: GrowingCache, shape: CacheShape, batch: int, *, every_laye
     interrupted.
     """
     layers, served = cache.layers, shape.served
-    length = layers[served[0]].get_seq_length()
     if len(layers) != shape.num_layers:
         raise UserError(
             f"past_key_values: it has {len(layers)} layers; expected {shape.num_layers}, as in the "
             f"model"
         )
+    length = layers[served[0]].get_seq_length()
     accepted = [batch, shape.kv_heads, length, shape.head_dim]
     for number in served if every_layer else (served[0], served[-1]):
         for buffer in (layers[number].key_buffer, layers[number].value_buffer):

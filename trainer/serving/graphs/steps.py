@@ -184,10 +184,13 @@ class DecodingSteps(NotCopied):
             hidden = self._run(step, cache, inputs, arguments, step.padding)
         padding = _padding(mask, computed)
         if hidden is None or step is None or padding != step.padding:
+            # a step that runs again is counted as it was first
+            counted = nullcontext() if hidden is None else self.sparse.statistics.unchanged()
             step = self._step(cache, inputs, padding)
             if step is None:
                 return None
-            hidden = self._run(step, cache, inputs, arguments, padding)
+            with counted:
+                hidden = self._run(step, cache, inputs, arguments, padding)
         for layer in cache.layers:
             layer.add_tokens()
         self.sparse.statistics.count("eager_steps" if step.graph is None else "graph_steps")
@@ -242,13 +245,11 @@ class DecodingSteps(NotCopied):
         return step
 
     def _model_state(self) -> tuple:
-        """Returns the state of the model that a captured graph depends on: addresses of weights,
-        mode, adapters and hooks.
+        """Returns what a captured graph depends on: addresses of the weights of model, gate and
+        router, the model's mode, adapters and hooks.
         """
-        modules = [
-            self.decoder,
-            *([] if self.sparse.dispatch.routed is None else [self.sparse.dispatch.routed.router]),
-        ]
+        routed, gate = self.sparse.dispatch.routed, self.sparse.dispatch.gate
+        modules = filter(None, (self.decoder, gate, None if routed is None else routed.router))
         addresses = tuple(
             _address(x) for module in modules for x in (*module.parameters(), *module.buffers())
         )
