@@ -166,10 +166,16 @@ class Gradients(NamedTuple):
 
 
 def gradients(
-    got: Attention | SparseAttention, inputs: Sequence[Tensor], dout: Tensor, dlse: Tensor
+    got: Attention | SparseAttention,
+    inputs: Sequence[Tensor],
+    dout: Tensor,
+    dlse: Tensor,
+    of_nothing: float = 0.0,
 ) -> Gradients:
-    """Gradients through out and, for rows with visible keys, lse."""
-    dlse = dlse.masked_fill(~got.lse.isfinite(), 0)
+    """Gradients through out and lse; ``of_nothing`` arrives at the lse of rows without visible
+    keys, and may be any number.
+    """
+    dlse = dlse.masked_fill(~got.lse.isfinite(), of_nothing)
     return Gradients(*torch.autograd.grad(got[:2], inputs, [dout.to(got.out), dlse.to(got.lse)]))
 
 
@@ -210,7 +216,7 @@ def check(
         return
     dout = torch.randn(got.out.shape, device=device).to(case.dtype)
     dlse = torch.randn(got.lse.shape, device=device)
-    actual = gradients(got, leaves, dout, dlse)
+    actual = gradients(got, leaves, dout, dlse, torch.nan)
     exact, eager = (gradients(forms[x], inputs[x], dout, dlse) for x in (torch.float64, case.dtype))
     roundings = gradient_rounding(q, k, v, dout, scale)
     for name, x, y, z, rounding in zip(

@@ -95,43 +95,6 @@ def test_reference_at_4095_tokens(operation: Operation, device: str) -> None:
     check(operation, case, blocks, "torch", device, with_gradients=operation is BLOCK_SPARSE)
 
 
-@each_operation
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_selected(operation: Operation, backend: Backend, device: str) -> None:
-    q, k, v = inputs = [
-        x.requires_grad_() for x in random_qkv(1, 2, 1, 20, head_size=16, device=device)
-    ]
-    blocks = torch.zeros(1, 1, 2, 2, dtype=operation.dtype, device=device)
-    got = operation.attend(q, k, v, blocks, block_size=16, backend=backend)
-    assert (got.out == 0).all()
-    assert (got.lse == -torch.inf).all()
-    for x in torch.autograd.grad(
-        got, inputs, (torch.randn_like(got.out), torch.full_like(got.lse, torch.inf))
-    ):
-        assert (x == 0).all()
-
-
-@each_operation
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_reads_only_selected_blocks(operation: Operation, backend: Backend, device: str) -> None:
-    q, k, v = random_qkv(1, 2, 2, 200, head_size=16, device=device)
-    blocks = torch.zeros(1, 2, 4, 4, dtype=operation.dtype, device=device)
-    blocks[:, 0, :, 0] = 1
-    blocks[:, 1, :, 0] = blocks[:, :, 2, 1] = 8  # a mask reads them whole
-    want = operation.attend(q, k, v, blocks, backend=backend)
-    k[:, :, 128:], v[:, :, 128:] = float("nan"), float("nan")  # above the diagonal or not selected
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    got = operation.attend(q, k, v, blocks, backend=backend)
-    shared.assert_same(got, want)
-    if operation is MULTISCALE:  # a tile of means has blocks that are not read
-        return
-    dq, dk, dv = torch.autograd.grad(got.out.square().sum(), inputs)
-    assert dq.isfinite().all()
-    for x in (dk, dv):
-        assert x[:, :, :128].isfinite().all()
-        assert (x[:, :, 128:] == 0).all()
-
-
 @pytest.mark.slow
 @each_operation
 def test_accepts_output_gradients_of_any_layout(operation: Operation, device: str) -> None:
