@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from msattn.trainer.errors import UserError
+from msattn.trainer.models.tap import CACHE
 from tests.factory import random_tokens, tiny_model
 
 
@@ -64,7 +65,7 @@ def test_the_share_that_is_kept_is_counted_in_the_cache() -> None:
             hook.remove()
 
     def remove(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        layer = kwargs[CACHE].layers[module.layer_idx]
         heads = module.config.num_key_value_heads
         if module.layer_idx:
             module.masked_key_indices = [torch.zeros(heads * 10)] * 3

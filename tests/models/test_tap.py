@@ -139,3 +139,11 @@ def test_inputs_that_are_refused(inputs: dict[str, Any], message: str) -> None:
     model = tiny_model()
     with tap(model, dense_attention), pytest.raises(UserError, match=message):
         model(random_tokens(1, 6), **inputs)
+
+
+@torch.no_grad()
+def test_a_cache_under_an_unknown_name_is_not_taken_for_none(monkeypatch: Any) -> None:
+    model = tiny_model()
+    monkeypatch.setattr("msattn.trainer.models.tap.CACHE", "renamed")
+    with tap(model, dense_attention), pytest.raises(KeyError, match="renamed"):
+        model(random_tokens(1, 6))

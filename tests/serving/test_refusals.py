@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.config.policies import TopK
@@ -260,6 +261,17 @@ def test_a_capacity_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
             match=r"a cache of 1,280 positions for 3 sequences needs [\d,]+ bytes more, and 0",
         ):
             model(random_tokens(3, 100).to("cuda"))
+
+
+@torch.no_grad()
+def test_a_cache_that_the_hooks_missed_is_refused_not_read_densely() -> None:
+    model, ids, cache = tiny_model(), random_tokens(1, 60), DynamicCache()
+    with attach(model, **ROUTED):
+        with pytest.raises(UserError, match="call the model, not its layers"):
+            model.model.forward(ids)
+        model.model(ids, use_cache=True, past_key_values=cache)  # deprecated in transformers 5.24
+    assert cache.get_seq_length() == 60
+    assert type(cache.layers[0]) is not DynamicLayer
 
 
 @torch.no_grad()

@@ -31,6 +31,7 @@ from msattn.trainer.errors import Terminated, UserError, print_once
 from msattn.trainer.models import Described, Loaded
 from msattn.trainer.models.chat import Messages, around_prompt, common_prefix, encode_conversation
 from msattn.trainer.models.ends import end_tokens
+from msattn.trainer.models.tap import CACHE
 from msattn.trainer.progress import report
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.contiguous.install import can_crop
@@ -139,7 +140,7 @@ class Conversation:
             )
 
     def _generate(self, ids: Tensor, clock: Clock, stop: StopOnInterrupt) -> None:
-        options = {"past_key_values": self.cache, "stopping_criteria": StoppingCriteriaList([stop])}
+        options = {CACHE: self.cache, "stopping_criteria": StoppingCriteriaList([stop])}
         try:
             tokens = generate_greedily(self.loaded, ids, self.cfg.max_new_tokens, clock, **options)[
                 0

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from msattn.kernels.unrotate import unrotate
 from msattn.trainer.errors import UserError
@@ -39,7 +40,7 @@ from msattn.trainer.models.layer_attention import (
 from msattn.trainer.models.replacement import NotCopied, replaced
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 IMPLEMENTATION = "msattn_tap"
 # A second name of the same implementation, as transformers decides by the name:
@@ -53,6 +54,9 @@ TAP = "msattn_tap"  # keyword that hands an attention function its layer's tap
 # keyword of a decoder whose cache is paged, with the attention of the pass
 PAGES = "msattn_pages"
 DENSE_IMPLEMENTATION = "msattn_dense"
+# keyword of the cache in models and their modules, and its name in their outputs: transformers 5.24
+# has renamed it
+CACHE = "cache" if hasattr(BaseModelOutputWithPast, "cache") else "past_key_values"
 _entering = threading.Lock()  # if two threads attach one model, the second is refused
 
 
@@ -154,8 +158,9 @@ class LayerTap(NotCopied):
         given, cache = self.current.kwargs, None
         assert given is not None
         attend: Attend = given.get(PAGES) or self.attend
-        if attend is self.attend and given.get("past_key_values") is not None:
-            cache = given["past_key_values"].layers[layer]
+        # not get(): under another name, attention would miss the cache and be dense without a word
+        if attend is self.attend and given[CACHE] is not None:
+            cache = given[CACHE].layers[layer]
         if getattr(cache, "is_compileable", False):  # its keys would include free positions
             raise UserError(
                 "past_key_values: a static cache cannot be read here; expected a growing one "
@@ -441,13 +446,16 @@ def _dense_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def run_backbone(model: "PreTrainedModel", input_ids: Tensor, **inputs: Any) -> Tensor:
+def run_backbone(
+    model: "PreTrainedModel", input_ids: Tensor, cache: "Cache | None" = None, **inputs: Any
+) -> Tensor:
     """Returns the last hidden states ``[B, N, hidden]``, without the language model head.
 
-    Further ``inputs`` of the model's forward pass, such as ``attention_mask``, may be given.
-    Gradients are recorded.
+    Keys and values go to the ``cache``; without it, they are not kept. Further ``inputs`` of the
+    model's forward pass, such as ``attention_mask``, may be given. Gradients are recorded.
     """
-    return decoder(model)(input_ids=input_ids, **{"use_cache": False, **inputs}).last_hidden_state
+    own = {CACHE: cache, "use_cache": cache is not None}
+    return decoder(model)(input_ids=input_ids, **own, **inputs).last_hidden_state
 
 
 @torch.no_grad()

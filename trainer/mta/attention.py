@@ -102,6 +102,7 @@ class MultiTokenAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
+        cache: Cache | None = None,  # its name since transformers 5.24
         **kwargs: Any,  # transformers passes further arguments to every attention
     ) -> tuple[Tensor, None]:
         """Computes attention of ``hidden_states [B, N, hidden]``; the second output, the weights,
@@ -116,11 +117,11 @@ class MultiTokenAttention(nn.Module):
         )
         q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast RoPE returns fp32
-        window = q
-        if past_key_values is not None:
+        window, cache = q, past_key_values if cache is None else cache
+        if cache is not None:
             reach = 0 if self.score_kernel is None else self.score_kernel.shape[1] - 1
-            window = query_window_layer(past_key_values, self.layer_idx, reach).extend(q)
-            k, v = past_key_values.update(k, v, self.layer_idx)
+            window = query_window_layer(cache, self.layer_idx, reach).extend(q)
+            k, v = cache.update(k, v, self.layer_idx)
         out = self._mixed_attention(
             window, q, k, v, kv_start_of(attention_mask, q.shape[2], k.shape[2])
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.types import SparseAttention
+from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import BucketRouter, RoutedQueries
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.models.layer_attention import (
@@ -138,6 +139,11 @@ class Sparse(NotCopied):
             with torch.autocast(x.q.device.type, enabled=False):
                 return self.attend(x)
         keys = x.cache if isinstance(x.cache, GrowingLayer) else NO_CACHE
+        if keys is NO_CACHE and (x.cache is not None or x.num_keys > x.num_queries):
+            raise UserError(
+                "past_key_values: its layers are not those of the attached model; call the model, "
+                "not its layers or its forward method"
+            )
         dense = self.dispatch.tokens_until_routed(x.num_keys, len(x.q)) > 0
         # Also of prompts: the keys get their buckets now, while those before RoPE are at hand.
         routed = None if dense and self.rotation is not None else self._with_buckets(x)

@@ -19,7 +19,7 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import MAX_ROUTED_TOKENS
 from msattn.trainer.models.families import attention_layers, check_length, head_dim, served_layers
 from msattn.trainer.models.replacement import NotCopied, replaced
-from msattn.trainer.models.tap import PAGES, is_tapped
+from msattn.trainer.models.tap import CACHE, PAGES, is_tapped
 from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.contiguous.bucket_layers import BucketLayer, rebuild_every
 from msattn.trainer.serving.contiguous.install import (
@@ -105,14 +105,16 @@ class DecoderHooks(NotCopied):
         if pages is not None and self.managers is not None and is_paged(pages):
             return args, self.managers.begin_pass(config, kwargs)
         kwargs.pop(PAGES, None)
-        cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
+        # a decoder of transformers 5.24 would rename it after these hooks
+        kwargs.setdefault(CACHE, kwargs.pop("past_key_values", None))
+        cache, use_cache = kwargs[CACHE], kwargs.get("use_cache")
         if cache is None and (config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache(config=config)
         if cache is None:
             check_inputs(module, kwargs)
         else:
             self._prepare(cache, module, kwargs)
-        return args, {**kwargs, "past_key_values": cache}
+        return args, {**kwargs, CACHE: cache}
 
     def _prepare(self, cache: Any, module: Any, kwargs: dict[str, Any]) -> None:
         """Installs the decoder's layers in a cache that is new to it, and checks the pass over

@@ -39,7 +39,7 @@ from msattn.trainer.memory import release_memory
 from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.loading import Described, Loaded
-from msattn.trainer.models.tap import tap
+from msattn.trainer.models.tap import CACHE, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, TokenClock, use_backend
 from msattn.trainer.serving.attach import Sparse
 
@@ -185,7 +185,7 @@ def measure_generate(
         generating.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
+            **{CACHE: cache},
             max_new_tokens=new_tokens,
             min_new_tokens=new_tokens,
             do_sample=False,
@@ -252,9 +252,7 @@ def _graph_ms(call: Callable[[], object], device: torch.device) -> float:
 def next_token(model: PreTrainedModel, cache: Cache, token: Tensor) -> Tensor:
     """Returns the greedy tokens after ``token [B, 1]``, and appends ``token`` to the cache."""
     generate: Any = model
-    return (
-        generate(input_ids=token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
-    )
+    return generate(input_ids=token, **{CACHE: cache}, use_cache=True).logits[:, -1:].argmax(-1)
 
 
 @torch.inference_mode()

@@ -38,7 +38,7 @@ from msattn.trainer.methods.base import DENSE, Method
 from msattn.trainer.models.families import decoder, text_config
 from msattn.trainer.models.layer_attention import dense_attention
 from msattn.trainer.models.loading import Described, Loaded
-from msattn.trainer.models.tap import LayerInputs, tap
+from msattn.trainer.models.tap import CACHE, LayerInputs, tap
 from msattn.trainer.models.timing import SDPA_BACKENDS, BackendUnavailable, PhaseTimer, use_backend
 from msattn.trainer.serving.contiguous.install import can_crop
 from msattn.trainer.serving.graphs.fused import fused
@@ -217,7 +217,7 @@ def first_token(
     """Returns the greedy token after ``ids [1, N]``, in passes of ``chunk`` tokens; keys and values
     go to a cache.
     """
-    run_pass: Any = partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    run_pass: Any = partial(model, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     *first_passes, last = ids.split(chunk or ids.shape[1], dim=1)
     for tokens in first_passes:
         run_pass(input_ids=tokens)

@@ -288,7 +288,7 @@ def _read(loaded: "Loaded", cache: DynamicCache, tokens: Tensor) -> Tensor:
     in ``cache``.
     """
     ids = tokens[None].to(loaded.model.device)
-    return run_backbone(loaded.model, ids, past_key_values=cache, use_cache=True)
+    return run_backbone(loaded.model, ids, cache)
 
 
 def likelihood(loaded: "Loaded", hidden: Tensor, asked: Asked) -> Likelihood:

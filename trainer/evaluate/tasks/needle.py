@@ -253,11 +253,9 @@ def prefill_samples(
     predicted, seconds, peak = torch.empty_like(samples.ids[:, -samples.longest :]), 0.0, 0.0
     for number, (rows, tokens) in enumerate(samples.prefills()):
         ids, cache = samples.ids[rows].to(loaded.model.device), DynamicCache()
-        read = partial(run_backbone, loaded.model, past_key_values=cache, use_cache=True)
+        read = partial(run_backbone, loaded.model, cache=cache)
         if number == 0 and ids.is_cuda:  # not timed: kernels compile at their first call
-            run_backbone(
-                loaded.model, ids[:, :tokens], past_key_values=DynamicCache(), use_cache=True
-            )
+            run_backbone(loaded.model, ids[:, :tokens], DynamicCache())
         with cost(loaded.model.device) as spent:
             hidden = [read(ids[:, :tokens])[:, -samples.longest :]]
         hidden += [read(id) for id in ids[:, tokens:-1].split(1, 1) if id.numel()]
@@ -292,17 +290,14 @@ def decode_samples(
         context, steps = ids[:, : -samples.decoded], ids[:, -samples.decoded : -1]
         cache = DynamicCache()
         with method.attach(loaded.model, 0):
-            run_backbone(loaded.model, context, past_key_values=cache, use_cache=True)
+            run_backbone(loaded.model, context, cache)
         for case, tokens, sums in zip(plan, predicted, spent, strict=True):
             with case.attach():  # not timed: kernels compile at their first call
-                run_backbone(loaded.model, steps[:, :1], past_key_values=cache, use_cache=True)
+                run_backbone(loaded.model, steps[:, :1], cache)
             cache.crop(-1)
             with case.attach() as sparse:
                 with cost(loaded.model.device) as measured:
-                    hidden = [
-                        run_backbone(loaded.model, id, past_key_values=cache, use_cache=True)
-                        for id in steps.split(1, 1)
-                    ]
+                    hidden = [run_backbone(loaded.model, id, cache) for id in steps.split(1, 1)]
                 read = sparse.stats()["selectivity"]  # None if every layer is dense
             cache.crop(-steps.shape[1])
             tokens.append(

@@ -125,7 +125,7 @@ class GrowingLayer(TensorKeys, DynamicLayer):
         self.max_cache_len = getattr(layer, "max_cache_len", None)
         if not layer.is_initialized:
             return
-        self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
+        self.device, self.is_initialized = layer.device, True
         length = int(layer.get_seq_length())
         self.key_buffer = Buffer(layer.keys, length)
         self.value_buffer = Buffer(layer.values, length)
@@ -213,7 +213,7 @@ class GrowingLayer(TensorKeys, DynamicLayer):
         for buffer, new in ((self.key_buffer, keys), (self.value_buffer, values)):
             _check_kind(buffer, new)
             buffer.reserve(buffer.length + new.shape[2], new)
-        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self.device, self.is_initialized = keys.device, True
 
     def reserve_token(self) -> None:
         """Makes room for one more token, which a kernel will write."""

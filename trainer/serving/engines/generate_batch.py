@@ -136,8 +136,9 @@ class Managers(NotCopied):
         """
         current = begin_pass(self.sparse.paged, self._state(kwargs["cache"], config), kwargs)
         attend = partial(self.sparse.attend_pages, current)
-        # transformers makes no mask where it gets one
-        return {**kwargs, PAGES: attend, "attention_mask": torch.empty(1, 1, 0, 0)}
+        # transformers makes no mask where it gets one, and since 5.24 would write to the cache
+        own = {"attention_mask": torch.empty(1, 1, 0, 0), "cache": None}
+        return {**kwargs, **own, PAGES: attend}
 
     def _state(self, cache: Any, config: Any) -> AllocatedState:
         with self._lock:

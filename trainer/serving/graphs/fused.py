@@ -17,7 +17,7 @@ from msattn.kernels.common.checks import FLOATS
 from msattn.kernels.decoder_layer import gated_silu, rms_norm, rotate_and_append
 from msattn.trainer.models.families import family_of
 from msattn.trainer.models.replacement import NotCopied, replaced
-from msattn.trainer.models.tap import PAGES, Angles, LayerInputs, LayerTap, Scoring
+from msattn.trainer.models.tap import CACHE, PAGES, Angles, LayerInputs, LayerTap, Scoring
 from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.contiguous.layers import GrowingLayer
 from msattn.trainer.serving.graphs.capture import CurrentStep, NoGraph, Step, concurrently
@@ -78,7 +78,7 @@ class FusedAttention(_Fused):
         step, hidden = self.current.step, args[0] if args else kwargs["hidden_states"]
         if step is None and not self._is_prompt(hidden, kwargs):
             return self.original(*args, **self.tap.keep(kwargs))
-        cache_layer: GrowingLayer = kwargs["past_key_values"].layers[self.layer]
+        cache_layer: GrowingLayer = kwargs[CACHE].layers[self.layer]
         cos, sin = kwargs["position_embeddings"]
         q_nope, k_nope, v = _project_heads(self.module, hidden)
         if step is None:
@@ -113,7 +113,7 @@ class FusedAttention(_Fused):
 
     def _is_prompt(self, hidden: Tensor, kwargs: dict[str, Any]) -> bool:
         """Returns True if this pass supports several tokens after those in a cache."""
-        cache = kwargs.get("past_key_values")
+        cache = kwargs.get(CACHE)
         cos = kwargs["position_embeddings"][0]
         mask = kwargs.get("attention_mask")
         device = hidden.device.type

@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from msattn.trainer.errors import ModelWarning
 from msattn.trainer.models.families import attention_layers, family_of
 from msattn.trainer.models.replacement import NotCopied, replaced
-from msattn.trainer.models.tap import LayerTap, left_padding
+from msattn.trainer.models.tap import CACHE, LayerTap, left_padding
 from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.contiguous.layers import GrowingCache
 from msattn.trainer.serving.dispatch import BY_CHOICE
@@ -43,13 +43,7 @@ from msattn.trainer.serving.graphs.prompt_graphs import PromptGraphs
 
 # tensors of a step that change from token to token
 INPUTS = ("input_ids", "inputs_embeds", "position_ids")
-OTHER_ARGUMENTS = (
-    "attention_mask",
-    "past_key_values",
-    "use_cache",
-    "cache_position",
-    "return_dict",
-)
+OTHER_ARGUMENTS = ("attention_mask", CACHE, "use_cache", "cache_position", "return_dict")
 logger = logging.getLogger(__name__)
 
 
@@ -100,7 +94,7 @@ class DecodingSteps(NotCopied):
         """Runs the decoder; its hooks turn all inputs into keyword ``arguments``."""
         if args:
             return self.original(*args, **arguments)
-        cache: GrowingCache | None = arguments.get("past_key_values")
+        cache: GrowingCache | None = arguments.get(CACHE)
         inputs = _step_inputs(arguments)
         measured = self.sparse.measure_recall or self.sparse.statistics.timer is not None
         if inputs is None and not measured and (output := self._prompt(arguments)) is not None:
@@ -127,7 +121,7 @@ class DecodingSteps(NotCopied):
         it is not captured.
         """
         inputs = {name: arguments[name] for name in INPUTS if arguments.get(name) is not None}
-        cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
+        cache, mask = arguments.get(CACHE), arguments.get("attention_mask")
         if self.prompts is None or cache is None or not self.prompts.serves(inputs, cache):
             return None
         try:
@@ -141,24 +135,18 @@ class DecodingSteps(NotCopied):
             return None
 
         def launch(inputs: dict[str, Tensor], cache: GrowingCache) -> Tensor:
-            own = {
-                **arguments,
-                **inputs,
-                "past_key_values": cache,
-                "attention_mask": None,
-                "cache_position": None,
-            }
-            return self.original(**own).last_hidden_state
+            own = {CACHE: cache, "attention_mask": None, "cache_position": None}
+            return self.original(**{**arguments, **inputs, **own}).last_hidden_state
 
         hidden = self.prompts.run(inputs, cache, self._model_state(), launch)
         return (
             None
             if hidden is None
-            else BaseModelOutputWithPast(last_hidden_state=hidden, past_key_values=cache)
+            else BaseModelOutputWithPast(last_hidden_state=hidden, **{CACHE: cache})
         )
 
     def _ordinary_pass(self, arguments: dict[str, Any]) -> Any:
-        cache: GrowingCache | None = arguments.get("past_key_values")
+        cache: GrowingCache | None = arguments.get(CACHE)
         step = None if cache is None else self._steps.get(cache)
         if step is not None:
             step.lasts(0, [])  # the next step checks buffers and hooks again
@@ -196,8 +184,8 @@ class DecodingSteps(NotCopied):
         self.sparse.statistics.count("eager_steps" if step.graph is None else "graph_steps")
         if step.dense:
             self.sparse.statistics.count(BY_CHOICE, len(self.sparse.dispatch.routed_layers))
-        held = arguments["past_key_values"]
-        return BaseModelOutputWithPast(last_hidden_state=hidden.clone(), past_key_values=held)
+        held = arguments[CACHE]
+        return BaseModelOutputWithPast(last_hidden_state=hidden.clone(), **{CACHE: held})
 
     def _check(self, arguments: dict[str, Any]) -> None:
         """Raises NoGraph if the pass cannot be a step."""
@@ -313,7 +301,7 @@ class DecodingSteps(NotCopied):
             step.refused = True
             self._warn(reason)
             return
-        capacity = arguments["past_key_values"].layers[0].key_buffer.capacity
+        capacity = arguments[CACHE].layers[0].key_buffer.capacity
         took = time.monotonic() - began
         logger.info(
             f"decoding: captured a CUDA graph in {took:.2f} s (batch {step.batch}, {capacity:,} "
@@ -336,10 +324,10 @@ def _step_inputs(arguments: dict[str, Any]) -> dict[str, Tensor] | None:
     """
     inputs = {name: arguments[name] for name in INPUTS if arguments.get(name) is not None}
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
-    if tokens is None or tokens.shape[1] != 1 or arguments.get("past_key_values") is None:
+    if tokens is None or tokens.shape[1] != 1 or arguments.get(CACHE) is None:
         return None
     if "position_ids" not in inputs:
-        length = arguments["past_key_values"].get_seq_length()
+        length = arguments[CACHE].get_seq_length()
         inputs["position_ids"] = torch.full((len(tokens), 1), length, device=tokens.device)
     return inputs
 
