@@ -86,11 +86,12 @@ def gate_blocks(
     ValueError
         If an argument is invalid.
     """
-    given = GateArguments(
-        q, pooled_k, query_weight, key_weight, inv_freq, ",".join(q_pool), num_keys, block_size, 0,
-        kv_start, q_rope, mean_weight, last_queries, columns, last_rows, whole,
+    gate, backend = check_gate(
+        q=q, pooled_k=pooled_k, query_weight=query_weight, key_weight=key_weight, inv_freq=inv_freq,
+        q_pool=q_pool, num_keys=num_keys, block_size=block_size, key_block_size=key_block_size,
+        kv_start=kv_start, q_rope=q_rope, mean_weight=mean_weight, last_queries=last_queries,
+        columns=columns, last_rows=last_rows, whole=whole, backend=backend,
     )  # fmt: skip
-    gate, backend = check_gate(given, q_pool, key_block_size, backend)
     batch, _, rows, _ = gate.map_shape
     for name, x in (("counts", counts), ("local", local)):
         if x.dtype != torch.int32 or tuple(x.shape) not in ((1, 1, rows, 1), (batch, 1, rows, 1)):

@@ -107,11 +107,12 @@ def gate_scores(
     NotImplementedError
         In the backward pass: a gate is trained through its logits.
     """
-    given = GateArguments(
-        q, pooled_k, query_weight, key_weight, inv_freq, ",".join(q_pool), num_keys, block_size, 0,
-        kv_start, q_rope, mean_weight, last_queries, columns, last_rows, whole,
+    gate, backend = check_gate(
+        q=q, pooled_k=pooled_k, query_weight=query_weight, key_weight=key_weight, inv_freq=inv_freq,
+        q_pool=q_pool, num_keys=num_keys, block_size=block_size, key_block_size=key_block_size,
+        kv_start=kv_start, q_rope=q_rope, mean_weight=mean_weight, last_queries=last_queries,
+        columns=columns, last_rows=last_rows, whole=whole, backend=backend,
     )  # fmt: skip
-    gate, backend = check_gate(given, q_pool, key_block_size, backend)
     return _operator(*gate, backend)
 
 

@@ -1,6 +1,7 @@
 """Argument checks of the operations on a gate, ``gate_scores`` and ``gate_blocks``."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,14 +20,26 @@ from msattn.kernels.types import Backend
 
 
 def check_gate(
-    gate: GateArguments, q_pool: list[str], key_block_size: int | None, backend: Backend | None
+    *,
+    q: Tensor,
+    q_pool: list[str],
+    block_size: int,
+    key_block_size: int | None,
+    backend: Backend | None,
+    **others: Any,
 ) -> tuple[GateArguments, Backend]:
-    """Checks the arguments of a gate, and returns them with the resolved size of blocks of keys,
-    and the backend.
+    """Checks the arguments of :func:`~msattn.kernels.gate_scores.gate_scores`; returns those of its
+    operator.
     """
-    backend = resolve_backend(backend, gate.q)
-    check_tokens("q", gate.q)
-    gate = gate._replace(key_block_size=resolve_key_block_size(gate.block_size, key_block_size))
+    backend = resolve_backend(backend, q)
+    check_tokens("q", q)
+    gate = GateArguments(
+        q=q,
+        q_pool=",".join(q_pool),
+        block_size=block_size,
+        key_block_size=resolve_key_block_size(block_size, key_block_size),
+        **others,
+    )
     check_per_sequence(gate.q, kv_start=gate.kv_start)
     check_poolings("q_pool", q_pool)
     check_rotated("q_rope", gate.q_rope, "q", gate.q)
