@@ -90,9 +90,15 @@ class Layer:
         )
         torch.manual_seed(0)
         gate = Gate.build(config, GateConfig()).requires_grad_(False).to(device)
-        functions = dict, ModelShard, lambda *modules: torch.device(device)
+        info = ModelInfo(
+            config=config,
+            dtype=self.dtype,
+            fingerprint=dict,
+            shard=ModelShard,
+            to_device=lambda *modules: torch.device(device),
+        )
         options = AttachOptions(gate=gate, select="topk", sparsity=sparsity, dense_below=0)
-        self.sparse = build_sparse(ModelInfo(config, self.dtype, *functions), options)
+        self.sparse = build_sparse(info, options)
         pages = max(sum(-(-keys // page_size) for keys in shape.keys) for shape in shapes)
         size = pages, page_size, KV_HEADS, HEAD_SIZE
         self.k, self.v = torch.randn(2, *size, dtype=self.dtype, device=device)

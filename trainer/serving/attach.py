@@ -157,12 +157,14 @@ def attach(
         measure_time=measure_time,
     )
     check_model(model)
-    functions = (
-        partial(fingerprint, model),
-        partial(head_shard, model),
-        partial(_move_to_model, model),
+    info = ModelInfo(
+        config=model.config,
+        dtype=model.dtype,
+        fingerprint=partial(fingerprint, model),
+        shard=partial(head_shard, model),
+        to_device=partial(_move_to_model, model),
     )
-    sparse = build_sparse(ModelInfo(model.config, model.dtype, *functions), options)
+    sparse = build_sparse(info, options)
     steps = DecodingSteps(decoder(model), sparse, cuda_graphs=options.cuda_graphs)
     with (
         tap(model, sparse.attend, steps.attention),

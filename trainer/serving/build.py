@@ -160,12 +160,17 @@ def build_sparse(
         PhaseTimer(device) if options.measure_time else None,
         reads_per_head=group if options.independent else 1,
     )
-    if (below := options.dense_below) is None:
-        lengths = _prompt_break_even(chosen, device), _token_break_even(model, routed, device)
-    else:
-        lengths = below, lambda batch: below
+    below = options.dense_below
+    dispatch = Dispatch(
+        selection=selection,
+        routed=routed,
+        dense_below=_prompt_break_even(chosen, device) if below is None else below,
+        shortest_routed=(
+            _token_break_even(model, routed, device) if below is None else lambda batch: below
+        ),
+    )
     return Sparse(
-        Dispatch(selection, routed, *lengths),
+        dispatch,
         statistics,
         rotation=Rotation.of(config, device),
         kv_heads=num_kv_heads(config) // shard.ranks,
@@ -178,13 +183,14 @@ def check_options(config: PreTrainedConfig, options: AttachOptions) -> None:
     this configuration.
     """
     check_supported(config)
-    functions = (
-        partial(config_fingerprint, config),
-        ModelShard,
-        lambda *modules: torch.device("cpu"),
+    info = ModelInfo(
+        config=config,
+        dtype=torch.float32,
+        fingerprint=partial(config_fingerprint, config),
+        shard=ModelShard,
+        to_device=lambda *modules: torch.device("cpu"),
     )
-    # serving warns
-    build_sparse(ModelInfo(config, torch.float32, *functions), options, lambda message: None)
+    build_sparse(info, options, warn=lambda message: None)  # serving warns
 
 
 def _selection(

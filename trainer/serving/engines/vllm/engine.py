@@ -36,14 +36,14 @@ def sparse_of(config: Any, device: torch.device, layers: Iterable[int]) -> Spars
     check_engine(config)
     model = config.model_config.hf_text_config
     check_supported(model)
-    functions = (
-        partial(config_fingerprint, model),
-        partial(_shard, config, frozenset(layers)),
-        partial(_to_device, device),
+    info = ModelInfo(
+        config=model,
+        dtype=config.model_config.dtype,
+        fingerprint=partial(config_fingerprint, model),
+        shard=partial(_shard, config, frozenset(layers)),
+        to_device=partial(_to_device, device),
     )
-    sparse = build_sparse(
-        ModelInfo(model, config.model_config.dtype, *functions), options_of(config)
-    )
+    sparse = build_sparse(info, options_of(config))
     check_paged(model, sparse, "vLLM")
     if sparse.rotation is None:
         raise UserError(
