@@ -54,7 +54,7 @@ from msattn.kernels.reference import bucket_decode as reference
 from msattn.kernels.types import Backend, BucketIndex, SparseAttention
 
 MAX_SPLITS = 128
-MAX_PROBES = 64  # processed at a time
+PROBES_AT_ONCE = 64  # that a program processes at once
 
 
 def bucket_decode(
@@ -198,7 +198,7 @@ def launch(
     splits = one_wave_splits(
         batch * kv_heads, concurrent, triton.cdiv(num_keys, tile.keys), MAX_SPLITS
     )
-    if probes.shape[2] > MAX_PROBES and not distinct:
+    if probes.shape[2] > PROBES_AT_ONCE and not distinct:
         probes = _distinct(probes)
     offsets, order, probes = (
         x if x.stride(2) == 1 else x.contiguous() for x in (offsets, order, probes)
@@ -213,7 +213,7 @@ def launch(
         group, num_keys, order.shape[2], offsets.shape[2] - 1, probes.shape[2],
         recent, sink, scale * LOG2_E, unscaled_limit(softcap, scale),
         HEAD=head, BH=max(tile.rows, triton.next_power_of_2(group)), BN=tile.keys, BD=cols,
-        BL=max(16, min(MAX_PROBES, triton.next_power_of_2(probes.shape[2]))),
+        BL=max(16, min(PROBES_AT_ONCE, triton.next_power_of_2(probes.shape[2]))),
         PRECISION=precision(q.dtype),
         num_warps=tile.warps, num_stages=tile.stages, **pdl_args(q.device),
     )  # fmt: skip
@@ -244,8 +244,7 @@ _counting_operator = register_op(
 def _distinct(probes: Tensor) -> Tensor:
     """Sorts probes and sets repetitions to -1.
 
-    The kernel itself detects repetitions only among the MAX_PROBES probes that it processes at a
-    time.
+    The kernel itself detects repetitions only among the probes that it processes at once.
     """
     probes = probes.sort(-1).values
     repeated = probes.diff(prepend=torch.full_like(probes[..., :1], -1)) == 0

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from msattn.kernels.common.block_bits import num_words
 from msattn.kernels.common.checks import check_device
+from msattn.kernels.common.choices import POOLINGS
 
 BLOCK_SIZES = (16, 32, 64, 128)
-ZOOMS = (1, 2, 4, 8)
-POOLINGS = ("avg", "max", "min")
 
 
 def check_block_size(block_size: int, name: str = "block_size") -> None:

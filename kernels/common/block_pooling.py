@@ -6,8 +6,8 @@ have adjacent numbers, because their rows are adjacent in the output of a projec
 
 from torch import Tensor
 
-from msattn.kernels.common.block_checks import POOLINGS
 from msattn.kernels.common.checks import statistics_dtype
+from msattn.kernels.common.choices import POOLINGS
 from msattn.kernels.common.primitives import padded_head, tl, triton
 
 TILE = 8192  # elements that a program processes at once

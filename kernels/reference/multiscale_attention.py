@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.block_checks import ZOOMS
 from msattn.kernels.common.checks import resolve_scale, resolve_softcap, statistics_dtype
+from msattn.kernels.common.choices import ZOOMS
 from msattn.kernels.reference.common import (
     masked_attention,
     masked_attention_backward,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from msattn.kernels.block_sparse_attention import block_sparse_attention
 from msattn.kernels.block_sparse_attention import forward as block_sparse_module
-from msattn.kernels.common.block_checks import ZOOMS
 from msattn.kernels.common.checks import query_offset
+from msattn.kernels.common.choices import ZOOMS
 from msattn.kernels.multiscale_attention import forward as multiscale_module
 from msattn.kernels.multiscale_attention import multiscale_attention
 from msattn.kernels.testing import (

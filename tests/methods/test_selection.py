@@ -20,6 +20,7 @@ from msattn.trainer.config.select import GATE_SCORES
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods import selection as select
 from msattn.trainer.methods.blocks import AlwaysRead, candidate_blocks, normalize_rows, sparsity
+from msattn.trainer.methods.gate.attn_gate import GATE_SCORERS
 from msattn.trainer.methods.untrained import base, untrained_scorer
 from msattn.trainer.methods.untrained.scores.mean_pool import MeanPool
 from msattn.trainer.methods.untrained.scores.oracle import Oracle
@@ -354,6 +355,10 @@ def test_recall_is_the_probability_mass_of_the_blocks_read(num_queries, num_keys
     expected = (probs * read).sum(-1).sum((0, 2)) / real.sum((0, 2))
     recall = attention_recall(selected_attention(x, mask, BlockSizes(BLOCK, BLOCK)).lse, dense_lse)
     torch.testing.assert_close(recall.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_configuration_names_the_scores_of_gates():
+    assert GATE_SCORERS.keys() == {*GATE_SCORES}
 
 
 @pytest.mark.parametrize(

@@ -307,7 +307,7 @@ class FinetuneConfig(RunConfig):
             if policy not in TRAINABLE
         },
         # The last tokens of a chunk of text are no question.
-        **dict.fromkeys(SCORES[1:], "finetune trains with gate"),
+        **{scores: "finetune trains with gate" for scores in SCORES if scores != "gate"},
     }
     select: SelectConfig
     train: FinetuneTrainConfig

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 from annotated_types import Interval
 from pydantic import AfterValidator
 
+from msattn.kernels.common.choices import ZOOMS
 from msattn.trainer.config.schema import Number, Share, Sparsity, Tokens, key, schema
 from msattn.trainer.config.values import require
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ZOOMS = (1, 2, 4, 8)
 SPARSITY = (
     "share of the causally visible blocks that is not read; with select=calibrated a mean over "
     "rows and heads"

@@ -4,6 +4,7 @@ from typing import Annotated
 
 from annotated_types import Interval, MinLen
 
+from msattn.kernels.common.choices import POOLINGS
 from msattn.trainer.config.schema import (
     BlockSize,
     Count,
@@ -21,7 +22,6 @@ from msattn.trainer.config.schema import (
 from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.config.values import require
 
-POOLINGS = ("avg", "max", "min")
 TARGETS = ("max", "mass", "mean_mass")
 LOSSES = ("mse", "kl", "smooth_l1")
 MAX_KERNEL = 32  # queries, and keys, of a kernel of conv_attention

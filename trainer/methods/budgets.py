@@ -7,9 +7,9 @@ from typing import Annotated
 import numpy as np
 from annotated_types import Interval
 
+from msattn.kernels.bucket_decode import PROBES_AT_ONCE
 from msattn.trainer.errors import UserError
 
-PROBES_AT_ONCE = 64  # buckets that bucket_decode processes at a time
 PROBE_LIMIT_FACTOR = 4  # times the number of buckets that hold the share, if all are equally large
 
 
