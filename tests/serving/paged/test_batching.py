@@ -29,10 +29,10 @@ ROUTED: dict[str, Any] = {"qmodel": random_partition(), "probes": 2}
 ATTACHED: dict[str, tuple[dict[str, Any], str]] = {
     "decode gates": (
         {"qmodel": "decode_gate", "probes": 1},
-        "qmodel: generate_batch takes query classifiers",
+        "generate_batch: qmodel may be a query classifier",
     ),
-    "pages": ({"qmodel": "quest"}, "qmodel: generate_batch takes query classifiers"),
-    "independent": ({**ROUTED, "independent": True}, "independent=True: not supported"),
+    "pages": ({"qmodel": "quest"}, "generate_batch: qmodel may be a query classifier"),
+    "independent": ({**ROUTED, "independent": True}, "independent=True is not supported"),
     "buckets": (
         {"qmodel": RandomBuckets(2**15 + 1, [1], 2), "probes": 1},
         "up to 32,768 buckets, this router has 32,769",

@@ -85,7 +85,8 @@ class Managers(NotCopied):
         or value.
         """
         check_transformers("generate_batch")
-        check_attached(self.model, self.sparse)
+        if reason := unbatched(self.model, self.sparse):
+            raise UserError(f"generate_batch: {reason}; use model.generate")
         config = (
             self.sparse.batching_config()
             if continuous_batching_config is None
@@ -245,71 +246,61 @@ def _ended() -> None:
     )
 
 
-def check_attached(model: Any, sparse: Sparse) -> None:
-    """Raises UserError unless the sparse attention of ``model`` works over pages."""
+def unbatched(model: Any, sparse: Sparse) -> str | None:
+    """Returns the reason why the sparse attention of ``model`` does not work over the pages of
+    ``generate_batch``; None if it does.
+    """
     if not is_tapped(model.config):
-        raise UserError("generate_batch: expected a language model, not one with images")
+        return "models with images are not supported"
     if any(
         getattr(getattr(layer, "self_attn", None), "sinks", None) is not None
         for layer in decoder(model).layers
     ):
-        raise UserError("generate_batch: attention sinks are not supported; use model.generate")
-    check_paged(decoder(model).config, sparse, "generate_batch")
+        return "attention sinks are not supported"
+    return unpaged(decoder(model).config, sparse)
 
 
-def check_paged(config: Any, sparse: Sparse, engine: str) -> None:
-    """Raises UserError, which names the ``engine``, unless the sparse attention of a decoder works
-    over pages.
+def unpaged(config: Any, sparse: Sparse) -> str | None:
+    """Returns the reason why the sparse attention of a decoder does not work over pages; None if it
+    does.
     """
-    check_layers(config, engine)
+    if reason := unpaged_layers(config):
+        return reason
     if sparse.measure_recall or sparse.statistics.timer is not None:
-        raise UserError(
-            f"{engine}: measure_recall and measure_time are not supported; use model.generate"
-        )
+        return "measure_recall and measure_time are not supported"
     policy = None if sparse.dispatch.selection is None else sparse.dispatch.selection.policy
     if any(
         isinstance(each, Multiscale)
         for each in (policy if isinstance(policy, Sequence) else [policy])
     ):
-        raise UserError(f"{engine}: select.policy=multiscale reads no pages; use another policy")
+        return "select.policy=multiscale reads no pages"
     if sparse.dispatch.gate is not None and sparse.dispatch.gate.cfg.rope == "model":
-        raise UserError(
-            f"{engine}: pages pool keys before RoPE; expected a gate with gate.rope=true or false"
-        )
+        return "pages pool keys before RoPE, for gates with gate.rope=true or false"
     routed = sparse.dispatch.routed
     if routed is None:
-        return
+        return None
     if routed.router.grouping != "buckets":
-        raise UserError(
-            f"qmodel: {engine} takes query classifiers, k-means and random buckets, no decode "
-            f"gates or pages"
+        return (
+            "qmodel may be a query classifier, a k-means or random buckets, no decode gate or pages"
         )
     if routed.independent:
-        raise UserError(
-            f"independent=True: not supported by {engine}, where a query group shares its buckets"
-        )
+        return "independent=True is not supported, because a query group shares its buckets"
     if (buckets := routed.router.num_buckets) > MAX_BUCKETS:
-        raise UserError(
-            f"qmodel: {engine} takes up to {MAX_BUCKETS:,} buckets, this router has {buckets:,}"
-        )
+        return f"qmodel may have up to {MAX_BUCKETS:,} buckets, this router has {buckets:,}"
+    return None
 
 
-def check_layers(config: Any, engine: str) -> None:
-    """Raises UserError, which names the ``engine``, unless all layers of a decoder can be sparse
-    over pages.
-    """
+def unpaged_layers(config: Any) -> str | None:
+    """Returns the reason why a layer of a decoder cannot be sparse over pages; None if all can."""
     for layer in attention_layers(config):
         if layer.kept is not None:
-            raise UserError(
-                f"{engine}: layer {layer.layer} keeps the model's own attention: {layer.kept}"
-            )
+            return f"layer {layer.layer} keeps the model's own attention: {layer.kept}"
     # without any, transformers keeps the cache of a window as one
     kinds = getattr(config, "layer_types", None)
     windows = kinds is None and getattr(config, "sliding_window", None) is not None
     if windows or set(kinds or ["full_attention"]) != {"full_attention"}:
-        raise UserError(
-            f"{engine}: layers with a sliding window are not supported; use model.generate"
-        )
+        return "layers with a sliding window are not supported"
+    return None
 
 
 def check_config(config: "ContinuousBatchingConfig", sparse: Sparse) -> None:

@@ -18,7 +18,7 @@ from msattn.trainer.errors import Fault, UserError, first_line
 from msattn.trainer.models.ends import end_tokens
 from msattn.trainer.models.families import text_config
 from msattn.trainer.models.loading import Loaded
-from msattn.trainer.serving.engines.generate_batch import check_attached, check_layers
+from msattn.trainer.serving.engines.generate_batch import unbatched, unpaged_layers
 from msattn.trainer.serving.engines.http.answers import ApiError, Logprobs
 from msattn.trainer.serving.engines.http.bodies import Body
 from msattn.trainer.serving.engines.http.cache_size import (
@@ -415,10 +415,8 @@ def check_served(config: "PreTrainedConfig") -> None:
     weights are read.
     """
     config = config.get_text_config()
-    try:
-        check_layers(config, "generate_batch")
-    except UserError as error:
-        raise _refusal(config, error, attached=True) from error
+    if reason := unpaged_layers(config):
+        raise _refusal(config, reason, attached=True)
 
 
 @contextmanager
@@ -427,24 +425,23 @@ def _served(model: "PreTrainedModel", sparse: "Sparse | None") -> Iterator[None]
     is or as it is attached.
     """
     config = model.config.get_text_config()
-    capped = getattr(config, "attn_logit_softcapping", None)
-    try:
-        if sparse is not None:
-            check_attached(model, sparse)
-        elif capped:  # transformers 5.23 would leave it out
-            raise UserError(f"attn_logit_softcapping={capped} is not supported")
-    except UserError as error:
-        raise _refusal(config, error, attached=sparse is not None) from error
+    capped, reason = getattr(config, "attn_logit_softcapping", None), None
+    if sparse is not None:
+        reason = unbatched(model, sparse)
+    elif capped:  # transformers 5.23 would leave it out
+        reason = f"attn_logit_softcapping={capped} is not supported"
+    if reason is not None:
+        raise _refusal(config, reason, attached=sparse is not None)
     try:
         yield
     except UserError:
         raise
     except (ValueError, AttributeError) as error:
-        raise _refusal(config, error, attached=sparse is not None) from error
+        raise _refusal(config, first_line(error), attached=sparse is not None) from error
 
 
-def _refusal(config: "PreTrainedConfig", error: Exception, *, attached: bool) -> UserError:
-    """Returns the error with its reason and a remedy."""
+def _refusal(config: "PreTrainedConfig", reason: str, *, attached: bool) -> UserError:
+    """Returns the error with a remedy."""
     never = {"chunked_attention", "linear_attention"} & {
         *(getattr(config, "layer_types", None) or ())
     }
@@ -453,5 +450,4 @@ def _refusal(config: "PreTrainedConfig", error: Exception, *, attached: bool) ->
         if not attached or never or getattr(config, "attn_logit_softcapping", None)
         else "give dense=true, or use msattn generate"
     )
-    reason = first_line(error).removeprefix("generate_batch: ").removesuffix("; use model.generate")
     return UserError(f"serve: continuous batching does not serve this model ({reason}); {remedy}")

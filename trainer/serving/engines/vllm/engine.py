@@ -17,7 +17,7 @@ from msattn.trainer.models.identity import config_fingerprint
 from msattn.trainer.models.parallel import ModelShard
 from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.build import AttachOptions, ModelInfo, artifact_options, build_sparse
-from msattn.trainer.serving.engines.generate_batch import check_paged
+from msattn.trainer.serving.engines.generate_batch import unpaged
 from msattn.trainer.serving.implementation import configured_options
 
 SECTION = "msattn"  # key in additional_config
@@ -44,7 +44,8 @@ def sparse_of(config: Any, device: torch.device, layers: Iterable[int]) -> Spars
         to_device=partial(_to_device, device),
     )
     sparse = build_sparse(info, options_of(config))
-    check_paged(model, sparse, "vLLM")
+    if reason := unpaged(model, sparse):
+        raise UserError(f"vLLM: {reason}")
     if sparse.rotation is None:
         raise UserError(
             "vLLM: it hands over keys after RoPE, and dynamic and longrope RoPE cannot be inverted"
