@@ -49,8 +49,8 @@ class Chunks(Dataset[dict[str, Tensor]]):
         return {"input_ids": torch.from_numpy(self._tokens[index].astype(np.int64))}
 
     def split_off(self, number: int) -> tuple["Chunks", "Chunks"]:
-        """Returns all but the last ``number`` chunks, and these; at most a tenth, and all twice if
-        there are fewer than ten.
+        """Splits off the last ``number`` chunks, at most a tenth of all; returns the others and
+        these. With fewer than ten chunks, both parts are all chunks.
         """
         end = len(self) - min(number, len(self) // 10)
         if end == len(self):

@@ -297,8 +297,8 @@ def _text_of(row: Any, column: str, where: str) -> str:
 def batched(
     items: Iterable[T], size_of: Callable[[T], int], *, most: int, size: int
 ) -> Iterator[list[T]]:
-    """Yields lists of ``items``, each complete from ``most`` items, or from a sum of sizes above
-    ``size``, on.
+    """Yields lists of ``items``. A list ends when it has ``most`` items, or when the sum of their
+    sizes exceeds ``size``.
     """
     batch: list[T] = []
     total = 0

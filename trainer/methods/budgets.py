@@ -87,8 +87,8 @@ class KeyThresholds:
 
 
 def most_probes(share: float, num_buckets: int) -> int:
-    """Returns the number of buckets beyond which a query reads no more, a fixed number as CUDA
-    graphs need.
+    """Returns the largest number of buckets that a query reads for a mean ``share`` of the keys;
+    CUDA graphs need such a fixed number.
     """
     most = PROBE_LIMIT_FACTOR * share * num_buckets
     return min(num_buckets, PROBES_AT_ONCE * math.ceil(most / PROBES_AT_ONCE))

@@ -135,8 +135,11 @@ class Selection:
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _parts(self, x: LayerInputs, held: int) -> Iterator[LayerInputs]:
-        """Yields the inputs of as many heads at a time as hold at most ``SCORE_BYTES``, ``held``
-        numbers of each block of keys, or those of all heads.
+        """Yields the inputs in parts of a few heads, so that a gate holds at most ``SCORE_BYTES``
+        at a time if one key/value head needs no more.
+
+        ``held`` is how many fp32 numbers a query head holds for each block of keys. Other scores
+        get all heads at once.
         """
         kv_heads = x.k.shape[1]
         scored = 4 * len(x.q) * x.q.shape[1] * held * -(-x.num_keys // self.sizes.keys)

@@ -75,9 +75,10 @@ class Dispatch:
     def decide_prompt(
         self, queries: int, keys: int, *, known: bool = True, ends: bool = True
     ) -> Decision[Selection]:
-        """Decides for a prompt, or for a chunk after which it ``ends``.
+        """Decides for a prompt or a chunk of one.
 
-        ``known`` says whether a gate has what it needs of cached keys.
+        ``ends`` is True for the last chunk, and ``known`` if a gate has what it needs of cached
+        keys.
         """
         if self.selection is None:
             return Decision(None)

@@ -27,8 +27,8 @@ class SparseStats(dict[str, Any]):
 
 
 def _shown(value: Any) -> str:
-    """Returns a value in a few digits, the range of several that differ, and nothing for None and 0
-    times.
+    """Returns a value in a few digits, or the range of several values. The text is empty for None,
+    for a count of 0, and if the values are equal.
     """
     if isinstance(value, dict):
         low, high = (f"{each(value.values()):.3g}" for each in (min, max))

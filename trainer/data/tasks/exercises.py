@@ -69,8 +69,8 @@ def random_value(rng: Rng, digits: int = ANSWER_DIGITS) -> str:
 
 
 def draw_count(rng: Rng, least: int, most: int, room: int, size: int) -> int:
-    """Draws from ``least`` to ``most``, or to as many of ``size`` tokens as fit in ``room`` if
-    these are fewer.
+    """Draws a number of items from ``least`` to ``most``, but at most as many of ``size`` tokens as
+    fit in ``room``; ``least`` items are always possible.
     """
     return int(rng.integers(least, min(most, max(least, room // size)) + 1))
 

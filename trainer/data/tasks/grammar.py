@@ -113,8 +113,8 @@ def compose(rng: Rng, words: Sequence[str]) -> Wording:
 
 
 def introduce(rng: Rng, words: Sequence[str]) -> str:
-    """Returns what may stand before a text with facts: an instruction, often with words of
-    neither.
+    """Returns an introduction to a text with facts: an instruction, which may contain random words,
+    or random words alone.
     """
     return one(rng, (one(rng, INTRODUCTIONS), f"{_some(rng, words).capitalize()}.")).format(
         noun=one(rng, (one(rng, NOUNS), _some(rng, words)))
@@ -153,8 +153,8 @@ def ask(rng: Rng, words: Sequence[str], about: str) -> str:
 
 
 def _question(rng: Rng, words: Sequence[str]) -> str:
-    """Returns a question about ``{key}`` in random words, and the beginning of the answer, often
-    with words of neither.
+    """Returns a question about ``{key}``, often with random words around it, and the beginning of
+    the answer.
     """
     before = one(rng, ASKING) if rng.random() < 0.6 else _some(rng, words).capitalize()
     if rng.random() < 0.4:

@@ -84,10 +84,8 @@ class Sample:
     one_suffices: bool = False  # each of them is a whole answer
 
     def score(self, text: str) -> float:
-        """Returns the share of the answers that are in ``text``, whatever the case (RULER's
-        ``string_match_all``).
-
-        Where one suffices, this is 1 if there is any (``string_match_part``).
+        """Returns the share of the answers that are in ``text``, ignoring case (RULER's
+        ``string_match_all``). If one suffices, any answer counts as 1 (``string_match_part``).
         """
         hits = sum(answer.lower() in text.lower() for answer in self.answers)
         return float(hits > 0) if self.one_suffices else hits / len(self.answers)

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 def numbered(numbers: list[int]) -> dict[str, list[int]]:
-    """Returns the batch of a forward pass; as plain integers, which are read without synchronizing
-    with the device.
+    """Returns the input of a forward pass from the numbers of its batches. They stay plain
+    integers, because reading a tensor would synchronize with the device.
     """
     return {"batches": numbers}
 

@@ -462,8 +462,8 @@ class GateScores(GateScorer):
         return self.gate.select(x, candidates, counts, limit, **self.given(x))
 
     def given(self, x: LayerInputs) -> dict[str, Any]:
-        """Returns what the scores of a pass take into account besides pooled queries, arguments of
-        :meth:`Gate.scores`. Scores of another kind override this, for :meth:`select` too.
+        """Returns further arguments of :meth:`Gate.scores` and ``gate_blocks`` for a pass: what its
+        scores depend on besides pooled queries and keys. Subclasses override this.
         """
         return {"last_queries": self.last_block == "queries" and x.ends_prompt}
 
@@ -494,8 +494,8 @@ class QuestionScores(GateScores):
 
     @torch.no_grad()
     def given(self, x: LayerInputs) -> dict[str, Any]:
-        """Returns the attention of the last queries: least scores of columns, and of the last
-        rows.
+        """Returns the arguments that add the attention of the last queries to the gate's scores:
+        least scores of all rows, and exact ones of the last rows.
         """
         if not x.ends_prompt:
             return {}

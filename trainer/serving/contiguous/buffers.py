@@ -37,8 +37,8 @@ class Buffer:
         return 0 if self.memory is None else self.memory.shape[2]
 
     def reserve(self, end: int, like: Tensor) -> None:
-        """Makes room for ``end`` positions; new memory has the shape of ``like [B, H, N, ...]``
-        otherwise.
+        """Makes room for ``end`` positions of tensors like ``like [B, H, N, ...]``. Memory without
+        room is replaced by larger memory, to which the values are copied.
         """
         old = self.memory if self.length or _is_alike(self.memory, like) else None
         # A tensor of inference mode cannot be written outside of it.

@@ -163,8 +163,8 @@ class GrowingLayer(TensorKeys, DynamicLayer):
         return (replace(x, pooled=Pooled(keys, x.num_keys)),)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last ``-tokens_to_remove`` tokens; UserError for a positive number, which had
-        another meaning once.
+        """Removes the last ``-tokens_to_remove`` tokens. Raises UserError for a positive number,
+        which earlier versions of transformers took as the number of tokens to keep.
         """
         change = int(tokens_to_remove)  # assisted decoding gives a tensor
         if change > 0:
@@ -251,7 +251,9 @@ def _pools(gate: Gate) -> tuple[Sequence[str], int]:
 
 
 def _check_kind(buffer: Buffer, new: Tensor) -> None:
-    """Raises UserError unless ``new`` can follow what is held; under autocast dtypes may differ."""
+    """Raises UserError if a buffer holds values of another device or dtype than ``new``; under
+    autocast dtypes may differ.
+    """
     x = buffer.filled
     if x is None or buffer.length == 0:
         return

@@ -39,8 +39,8 @@ class WholeBlocks:
         return self._process(self._ready(candidates), token_budget, *others)
 
     def _ready(self, candidates: Iterable[Any]) -> Iterator[Any]:
-        """Yields the requests of which a token or a whole block has room in the rest of the
-        pass.
+        """Yields the requests that can join the pass: those with a new token to decode, and
+        prompts of which a whole block fits, up to the first prompt that does not.
         """
         waits = False
         for state in candidates:

@@ -283,8 +283,8 @@ class PagedPasses:
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """The tokens of which chunks of prompts hold a multiple, and how many last ones of a prompt
-        stay together.
+        """Rules for dividing prompts into chunks: each but the last has a multiple of the first
+        number of tokens, and the second number of last tokens stay in one chunk.
         """
         if (selection := self.dispatch.selection) is None:
             return 1, 2

@@ -226,8 +226,8 @@ class Engine:
         threading.excepthook = self._other_threads
 
     def _on_lost_thread(self, lost: threading.ExceptHookArgs) -> None:
-        """Keeps what has ended the manager's thread where it is no Exception, which the manager
-        would have kept itself.
+        """Records what ended the manager's thread. The manager itself records only subclasses of
+        Exception.
         """
         if lost.thread is self._manager._generation_thread:
             self._lost = lost.exc_value
@@ -256,8 +256,8 @@ class Engine:
 
     @contextmanager
     def arrival(self) -> Iterator[None]:
-        """Keeps a place among the waiting requests for one that has arrived until it is submitted;
-        ApiError without one.
+        """Reserves a place in the queue for a request that is read in the block; ApiError if the
+        queue is full.
         """
         self._check_runs()
         self.check_places(1)

@@ -86,9 +86,7 @@ class Metrics:
             return self._stats
 
     def describe(self) -> list[Any]:
-        """Returns nothing: the registry then asks for no values before the first request for
-        them.
-        """
+        """Returns no descriptions, so that registering this collector does not collect values."""
         return []
 
     def text(self) -> bytes:

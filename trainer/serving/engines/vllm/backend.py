@@ -74,7 +74,9 @@ class Backend(AttentionBackend):
         head_size: int,
         cache_dtype_str: str = "auto",
     ) -> tuple[int, ...]:
-        """Returns the shape that is the only one since vLLM 0.29, which does not ask for it."""
+        """Returns the shape of a cache. Only vLLM before 0.29 asks for it; later versions always
+        use this one.
+        """
         return num_blocks, num_kv_heads, block_size, 2 * head_size
 
 

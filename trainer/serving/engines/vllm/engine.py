@@ -54,8 +54,8 @@ def sparse_of(config: Any, device: torch.device, layers: Iterable[int]) -> Spars
 
 
 def sparse_of_layers(config: Any, names: Collection[str], device: torch.device) -> Sparse:
-    """Returns the sparse attention of a rank's layers, which is built once: before their memory is
-    counted, or with their builder.
+    """Returns the sparse attention of a rank's layers. The first call builds it, and the layers
+    keep it.
     """
     from vllm.model_executor.models.utils import extract_layer_index
 
@@ -68,9 +68,10 @@ def sparse_of_layers(config: Any, names: Collection[str], device: torch.device) 
 
 
 def options_of(config: Any) -> AttachOptions:
-    """Returns the options in ``additional_config`` of an engine, without any those of the model.
+    """Returns the options in ``additional_config`` of an engine, or else those in the model's
+    ``config.json``.
 
-    Raises UserError for another name or type of one.
+    Raises UserError for an option with an unknown name or a wrong type.
     """
     additional = config.additional_config
     if not isinstance(additional, Mapping) or additional.get(SECTION) is None:
