@@ -231,14 +231,15 @@ def check_tensor(
     meaning: str = "",
 ) -> None:
     """Checks dtype, shape and device of ``x``, the device being that of ``other``; ``meaning``
-    explains the shape.
+    explains the shape. Vectors of integers must be contiguous.
     """
     if x.dtype != dtype or tuple(x.shape) != tuple(shape):
         expected = f"{str(dtype).removeprefix('torch.')} {tuple(shape)}"
         raise ValueError(
             f"{name} is {x.dtype} {tuple(x.shape)}: expected {expected}{meaning and f', {meaning}'}"
         )
-    check_vector(name, x)
+    if not dtype.is_floating_point:
+        check_vector(name, x)
     check_device(name, x, other_name, other)
 
 
