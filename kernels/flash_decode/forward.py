@@ -6,11 +6,12 @@
 The kernels are those of :mod:`msattn.kernels.common.dense_decode`.
 """
 
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from msattn.kernels.common import dense_decode
 from msattn.kernels.common.checks import (
     check_device,
     check_per_sequence,
@@ -19,8 +20,7 @@ from msattn.kernels.common.checks import (
     resolve_backend,
     resolve_scale,
 )
-from msattn.kernels.common.dense_decode import launch
-from msattn.kernels.common.registration import USE_NO_GRAD, empty_decoding
+from msattn.kernels.common.registration import USE_NO_GRAD, empty_decoding, register_op
 from msattn.kernels.flash_decode.score_mod import built_in
 from msattn.kernels.reference import flash_decode as reference
 from msattn.kernels.types import Backend, ScoreMod, SparseAttention, Variant
@@ -112,8 +112,7 @@ def flash_decode(
     )
 
 
-@torch.library.custom_op("msattn::flash_decode", mutates_args=())
-def _operator(
+def launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -126,32 +125,41 @@ def _operator(
     causal: bool,
     scale: float,
     splits: int | None,
-    backend: str,
 ) -> tuple[Tensor, Tensor]:
-    score_mod = built_in(mod, mod_tensors, mod_numbers) if mod else None
-    return _run(q, k, v, score_mod, kv_start, kv_len, variant, causal, scale, splits, backend)
+    """Launches the kernels with the built-in modification of this name, or none."""
+    score_mod = built_in(mod, mod_tensors, mod_numbers)
+    return dense_decode.launch(q, k, v, score_mod, kv_start, kv_len, variant, causal, scale, splits)
 
 
-def _backward(ctx, *gradients):
-    raise NotImplementedError(f"flash_decode has no gradient: {USE_NO_GRAD}")
+def _reference(
+    *, mod: str, mod_tensors: list[Tensor], mod_numbers: list[float], **others: Any
+) -> SparseAttention:
+    return reference.flash_decode(score_mod=built_in(mod, mod_tensors, mod_numbers), **others)
 
 
-_operator.register_fake(empty_decoding)
-_operator.register_autograd(_backward)
+_operator = register_op("flash_decode", launch, _reference, empty_decoding, no_gradient=USE_NO_GRAD)
 
 
 class _WithCustomMod(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *arguments):
-        return _run(*arguments)
+    def forward(ctx, q, k, v, score_mod, kv_start, kv_len, variant, causal, scale, splits, backend):
+        if backend == "triton":
+            with torch.cuda.device_of(q):
+                return dense_decode.launch(
+                    q, k, v, score_mod, kv_start, kv_len, variant, causal, scale, splits
+                )
+        return reference.flash_decode(
+            q, k, v, variant=variant, causal=causal, score_mod=score_mod, scale=scale,
+            kv_start=kv_start, kv_len=kv_len, splits=splits,
+        )  # fmt: skip
 
     @staticmethod
     def backward(ctx, *gradients):
-        _backward(ctx, *gradients)
+        raise NotImplementedError(f"flash_decode has no gradient: {USE_NO_GRAD}")
 
 
 def _run_with_custom_mod(*arguments) -> tuple[Tensor, Tensor]:
-    """Runs the kernels without a custom operator, whose schema cannot hold functions, and outside
+    """Runs the kernels without the operator, whose schema cannot hold functions, and outside
     compiled graphs.
     """
     # As a decorator, torch.compiler.disable would import the compiler, which takes seconds,
@@ -162,15 +170,3 @@ def _run_with_custom_mod(*arguments) -> tuple[Tensor, Tensor]:
         else _WithCustomMod.apply
     )
     return run(*arguments)  # type: ignore[return-value]
-
-
-def _run(
-    q, k, v, score_mod, kv_start, kv_len, variant, causal, scale, splits, backend
-) -> tuple[Tensor, Tensor]:
-    if backend == "triton":
-        with torch.cuda.device_of(q):
-            return launch(q, k, v, score_mod, kv_start, kv_len, variant, causal, scale, splits)
-    return reference.flash_decode(
-        q, k, v, variant=variant, causal=causal, score_mod=score_mod, scale=scale,
-        kv_start=kv_start, kv_len=kv_len, splits=splits,
-    )  # fmt: skip

@@ -72,14 +72,14 @@ def sliding_window(width: int) -> ScoreMod:
     )
 
 
-def built_in(name: str, tensors: Sequence[Tensor], numbers: Sequence[float]) -> ScoreMod:
-    """Restores the modification of that name from its tensors and numbers."""
+def built_in(name: str, tensors: Sequence[Tensor], numbers: Sequence[float]) -> ScoreMod | None:
+    """Restores the modification of that name from its tensors and numbers; "" is none."""
     constructors: dict[str, Callable[..., ScoreMod]] = {
         "softcap": softcap,
         "alibi": alibi,
         "sliding_window": sliding_window,
     }
-    return constructors[name](*tensors, *numbers)
+    return constructors[name](*tensors, *numbers) if name else None
 
 
 @triton.jit
