@@ -21,37 +21,25 @@ import pytest
 
 # programs there import each other, as those of docs/figures do
 sys.path.append(str(Path(__file__).parents[1] / "docs/experiments"))
-INTERPRETED_CASES = 3  # of a test of agreement with a reference that `make test` runs without a GPU
-
+FAST_CASES = 3  # of interpreted kernels, in a test with the marker `interpreted`
 NO_MODEL = "needs SmolLM2"  # begins the reason of tests that are skipped without it
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a GPU, skips GPU tests and marks later cases of interpreted kernels as slow.
-
-    The operator checks of kernels are GPU tests: interpreted they take long, and those of the
-    reference check the same schema.
-    """
+    """Without a GPU, skips GPU tests and marks later cases of interpreted kernels as slow."""
     interpreted: Counter[tuple[str, str]] = Counter()
-    for item in items:
-        arguments = (
-            item.callspec.params
-            if isinstance(item, pytest.Function) and hasattr(item, "callspec")
-            else {}
-        )
-        runs_kernel = arguments.get("backend") == "triton"
-        if runs_kernel and item.name.startswith("test_operator"):
-            item.add_marker(pytest.mark.gpu)
-        if torch.cuda.is_available():
-            continue
+    for item in [] if torch.cuda.is_available() else items:
+        marker = item.get_closest_marker("interpreted")
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-        elif runs_kernel and "_agrees_with_" in item.name:
-            test = item.nodeid.partition("[")[0], str(arguments.get("operation"))
-            interpreted[test] += 1
-            if interpreted[test] > INTERPRETED_CASES:
-                item.add_marker(pytest.mark.slow)
+        elif marker and isinstance(item, pytest.Function):
+            arguments = item.callspec.params
+            test = item.nodeid.partition("[")[0], str(arguments.get(marker.kwargs.get("by")))
+            if arguments["backend"] == "triton":
+                interpreted[test] += 1
+                if interpreted[test] > FAST_CASES:
+                    item.add_marker(pytest.mark.slow)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

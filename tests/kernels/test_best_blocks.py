@@ -77,6 +77,7 @@ SCORES: dict[str, Callable[[tuple[int, ...]], Tensor]] = {
 }
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("kind", "shape"), zip(SCORES, itertools.cycle(SHAPES), strict=False))
 def test_agrees_with_sorting(
@@ -167,6 +168,7 @@ def test_long_rows(columns: int, device: str) -> None:
     )
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_softmax_agrees_with_fp64(shape, backend: Backend, device: str, poisoned: None) -> None:

@@ -25,6 +25,7 @@ OPERATIONS = {"block_sparse_attention": BLOCK_SPARSE, "multiscale_attention": MU
 each_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 
 
+@pytest.mark.interpreted(by="operation")
 @each_operation
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(

@@ -157,6 +157,7 @@ IN_FP8 = [  # groups of 1, 3, 4 and 7
 ]
 
 
+@pytest.mark.interpreted(by="operation")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("operation", "case"),

@@ -121,6 +121,7 @@ CASES = [
 CAPPED = [(CASES[3], 5.0), (CASES[2], 50.0), (CASES[4], 5.0), (CASES[1], 5.0)]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("case", "softcap"), [CAPPED[0], *((case, None) for case in CASES), *CAPPED[1:]], ids=str

@@ -81,6 +81,7 @@ def test_selects_the_best_blocks_of_the_scores(
         assert (read < rows["visible"].sum(-1, keepdim=True)).any()
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES)
 def test_agrees_with_fp64(case: str, backend: Backend, device: str) -> None:

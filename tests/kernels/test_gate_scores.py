@@ -91,6 +91,7 @@ def test_reference_agrees_with_the_definition(
         torch.testing.assert_close(got[b].cpu(), padded, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("last_queries", [False, True])
 @pytest.mark.parametrize("case", CASES)

@@ -61,6 +61,7 @@ def check(
     ).all()
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("number", "pool", "softcap", "with_sinks"),

@@ -9,6 +9,7 @@ from msattn.kernels.types import Backend
 from tests.kernels.shared import BACKENDS
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("head_size", "dtype"),

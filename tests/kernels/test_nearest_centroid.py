@@ -78,6 +78,7 @@ def check_sums(case: Case, backend: Backend, device: str) -> None:
     assert (got.sums[got.counts == 0] == 0).all()
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: None) -> None:

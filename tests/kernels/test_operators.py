@@ -15,7 +15,7 @@ from msattn.kernels.flash_decode.score_mod import alibi, sliding_window, softcap
 from msattn.kernels.operations import DIFFERENTIABLE, OPERATIONS
 from msattn.kernels.types import Backend
 from tests.kernels.cases.every import CASES, SLOW
-from tests.kernels.shared import BACKENDS, assert_same
+from tests.kernels.shared import assert_same
 
 FUNCTIONS = (*OPERATIONS, "block_softmax", "bucket_sums")
 WITH_GRADIENT = (*DIFFERENTIABLE, "block_softmax")
@@ -73,7 +73,8 @@ def operator_calls(
     return calls
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+# interpreted they take long, and the reference's operators have the same schema
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     "operation", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in FUNCTIONS]
 )

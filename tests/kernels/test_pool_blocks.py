@@ -36,6 +36,7 @@ def pool_by_block(
     return pooled
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]

@@ -59,6 +59,7 @@ def assert_agrees(
     torch.testing.assert_close(got.double(), exact, rtol=1.01 * torch.finfo(x.dtype).eps, atol=4e-6)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]

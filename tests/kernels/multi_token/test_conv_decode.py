@@ -108,6 +108,7 @@ CASES = [
 ]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_agrees_with_fp64(case: Case, backend: Backend, device: str, poisoned: None) -> None:

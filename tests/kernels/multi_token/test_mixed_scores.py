@@ -67,6 +67,7 @@ def _larger_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(conv_band, "TILE_ROWS", 64)
 
 
+@pytest.mark.interpreted(by="operation")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("operation", "case", "size", "mask"), PROBLEMS, ids=str)
 def test_agrees_with_fp64(

@@ -155,6 +155,7 @@ FP8 = [CASES[0], CASES[1], CASES[12], CASES[14], CASES[2]]
 CAPPED = [(CASES[4], 5.0), (CASES[0], 50.0), (CASES[5], 5.0)]
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("case", "softcap"), [CAPPED[0], *((case, None) for case in CASES), *CAPPED[1:]], ids=str
@@ -166,6 +167,7 @@ def test_agrees_with_fp64(
     check(case, backend, device, softcap)
 
 
+@pytest.mark.interpreted
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("case", "by_head", "softcap"),
