@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -72,6 +73,9 @@ BLOCK_SPARSE = Operation(
     block_sparse_attention, block_sparse_module, "block_mask", torch.bool, random_mask
 )
 MULTISCALE = Operation(multiscale_attention, multiscale_module, "zoom", torch.uint8, random_zoom)
+each_operation = pytest.mark.parametrize(
+    "operation", [BLOCK_SPARSE, MULTISCALE], ids=lambda operation: operation.attend.__name__
+)
 
 
 def zoom_of_tokens(blocks: Tensor, case: Case, device: str) -> Tensor:

@@ -14,15 +14,11 @@ from torch import Tensor
 from msattn.kernels.testing import random_qkv
 from msattn.kernels.types import Backend
 from tests.kernels import shared
-from tests.kernels.block_maps import BLOCK_SPARSE, MULTISCALE, Operation, check
+from tests.kernels.block_maps import BLOCK_SPARSE, MULTISCALE, Operation, check, each_operation
 from tests.kernels.problems import ANY_LENGTHS, CASES, Case
 from tests.kernels.shared import BACKENDS
 
 CAPPED = [(2, 5.0), (1, 50.0), (5, 5.0), (8, 5.0)]  # numbers of cases, and limits
-
-
-OPERATIONS = {"block_sparse_attention": BLOCK_SPARSE, "multiscale_attention": MULTISCALE}
-each_operation = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 
 
 @pytest.mark.interpreted(by="operation")

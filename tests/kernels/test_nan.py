@@ -2,7 +2,6 @@
 makes no difference.
 """
 
-from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
@@ -11,10 +10,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import msattn
-from msattn.kernels.operations import DIFFERENTIABLE, OPERATIONS
+from msattn.kernels.operations import DIFFERENTIABLE
 from msattn.kernels.testing import block_numbers, pool_over_blocks, starts, visible
 from msattn.kernels.types import Backend, Pool
-from tests.kernels.block_maps import BLOCK_SPARSE, MULTISCALE, Operation, gradients, zoom_of_tokens
+from tests.kernels.block_maps import Operation, each_operation, gradients, zoom_of_tokens
 from tests.kernels.cases.every import CASES
 from tests.kernels.cases.records import Arguments
 from tests.kernels.problems import Case
@@ -24,104 +23,36 @@ from tests.kernels.shared import BACKENDS, assert_same
 pytestmark = [pytest.mark.gpu] if torch.cuda.is_available() else []
 EACH = ("lse", "products")  # results with one number for each row
 MAPS = ("pooled", "result")  # results that are 0 where a row sees nothing
-WITHOUT_ROWS = (
-    "best_blocks",
-    "gate_blocks",
-    "paged_bucket_sizes",
-    "probe_buckets",
-)  # their results are integers
-FUNCTIONS = {
-    name: CASES[name].function
-    for name in (*OPERATIONS, "block_softmax")
-    if name not in WITHOUT_ROWS
-}
-PAGED = ("paged_block_sparse_attention", "paged_bucket_decode", "paged_flash_decode")
-
-
-def token(place: int, *, name: str = "k", sequence: int = 0) -> Callable[[Arguments], Tensor]:
-    """Returns a function that finds a token of the first head."""
-    return lambda given: given[name][sequence, 0, place]
-
-
-def slot(position: int) -> Callable[[Arguments], Tensor]:
-    """Returns a function that finds the key of a position in the first sequence's pages, of the
-    first head.
-    """
-
-    def find(given: Arguments) -> Tensor:
-        cache = given["cache"]
-        return cache.k[cache.table[0, position // cache.k.shape[1]], position % cache.k.shape[1], 0]
-
-    return find
-
-
-# What some rows read. Keys 0 to 2 are padding in prompts; buckets are not probed, so that decoding
-# reads the newest keys.
-READ: dict[str, Callable[[Arguments], Tensor]] = {
-    **dict.fromkeys(FUNCTIONS, token(20)),
-    **dict.fromkeys(PAGED, slot(20)),
-    "multiscale_attention": token(38),
-    "bucket_decode": token(68),
-    "paged_bucket_decode": slot(68),
-    "merge_states": lambda given: given["lses"][0, 0, 0, 2],
-    "gate_scores": token(2, name="pooled_k"),
-    "pool_blocks": token(20, name="x"),
-    "block_softmax": lambda given: given["logits"][0, 0, 0, 2],
-}
-# What no row reads: padding, keys past a length, in blocks or buckets that are not read, parts
-# without keys.
-UNREAD: dict[str, Callable[[Arguments], Tensor]] = {
-    **dict.fromkeys(("maxpool_attention", "conv_attention", "head_mix_attention"), token(1)),
-    **dict.fromkeys(("block_sparse_attention", "multiscale_attention"), token(5)),
-    **dict.fromkeys(("flash_decode", "conv_decode"), token(40, sequence=1)),
-    **dict.fromkeys(("bucket_decode", "bucket_mass"), token(30)),
-    **dict.fromkeys(("paged_block_sparse_attention", "paged_bucket_decode"), slot(5)),
-    "merge_states": lambda given: given["outs"][0, 0, 0, 1],
-    "gate_scores": token(4, name="pooled_k"),
-    "pool_blocks": lambda given: given["x"][1, 0, 3],
-    "block_softmax": lambda given: given["logits"][0, 0, 0, 8:],
-}
+READ = {x: cases.read for x, cases in CASES.items() if cases.operators and cases.read}
+UNREAD = {x: cases.unread for x, cases in CASES.items() if cases.unread}
 
 
 def given_to(operation: str, device: str) -> Arguments:
-    """Returns arguments with which the places of UNREAD are not read."""
-    # the same numbers on every device: which places are read depends on them
-    drawn = CASES[operation].arguments("cpu")
-    given: Arguments = tree_map_only(Tensor, lambda x: x.to(device), drawn)
-    if "block_mask" in given:
-        given["block_mask"][0, : given["block_mask"].shape[1] // 2, :, 0] = False
-    if "zoom" in given:
-        given["zoom"][0, 0, :, 0] = 0
-    if "probes" in given:
-        given["probes"][0, 0] = -1
-    if operation == "bucket_mass":
-        given["buckets"][0, 0, 30] = -1
-    if operation == "merge_states":
-        given["lses"][0, 0, 0, 1] = -torch.inf
-    return given
+    """Returns the same numbers on every device: which places are read depends on them."""
+    return tree_map_only(Tensor, lambda x: x.to(device), CASES[operation].arguments("cpu"))
 
 
-def results(function: Callable[..., Any], given: Arguments, backend: Backend) -> dict[str, Tensor]:
+def results(operation: str, given: Arguments, backend: Backend) -> dict[str, Tensor]:
     """Returns the floating-point results by name."""
-    result = function(**given, backend=backend)
+    result = CASES[operation].function(**given, backend=backend)
     named = {"result": result} if isinstance(result, Tensor) else result._asdict()
     return {name: x for name, x in named.items() if x.is_floating_point()}
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, for NaN
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("operation", FUNCTIONS)
+@pytest.mark.parametrize("operation", READ)
 def test_rows_that_read_nan_are_nan(operation: str, backend: Backend, steady_device: str) -> None:
     """Those are the rows that change with a key; in a map, blocks that a row does not see stay
     0.
     """
-    function, given = FUNCTIONS[operation], given_to(operation, steady_device)
-    clean, place = results(function, given, backend), READ[operation](given)
-    before = results(function, given, "torch")
+    given = given_to(operation, steady_device)
+    clean, place = results(operation, given, backend), READ[operation](given)
+    before = results(operation, given, "torch")
     place += 3
-    moved = results(function, given, "torch")
+    moved = results(operation, given, "torch")
     place.fill_(torch.nan)
-    for name, got in results(function, given, backend).items():
+    for name, got in results(operation, given, backend).items():
         changed = (moved[name] - before[name]).abs() > 1e-5
         if name not in EACH:
             changed = changed.any(-1, keepdim=True) & ((clean[name] != 0) | (name not in MAPS))
@@ -136,10 +67,10 @@ def test_rows_that_read_nan_are_nan(operation: str, backend: Backend, steady_dev
 def test_nan_that_is_not_read_makes_no_difference(
     operation: str, backend: Backend, steady_device: str
 ) -> None:
-    function, given = FUNCTIONS[operation], given_to(operation, steady_device)
-    clean = results(function, given, backend)
+    given = given_to(operation, steady_device)
+    clean = results(operation, given, backend)
     UNREAD[operation](given).fill_(torch.nan)
-    assert_same(results(function, given, backend), clean)
+    assert_same(results(operation, given, backend), clean)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -173,7 +104,7 @@ def test_gradients_of_nan_rows(operation: str, backend: Backend, steady_device: 
     given = given_to(operation, steady_device)
     READ[operation](given).fill_(torch.nan)
     leaves = [given[name].requires_grad_() for name in ("q", "k", "v")]
-    result = FUNCTIONS[operation](**given, backend=backend)
+    result = CASES[operation].function(**given, backend=backend)
     out = result if isinstance(result, Tensor) else result.out
     dq, *others = torch.autograd.grad(out.sum(), leaves)
     rows = out.isnan().all(-1)
@@ -185,9 +116,7 @@ def test_gradients_of_nan_rows(operation: str, backend: Backend, steady_device: 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "operation", [BLOCK_SPARSE, MULTISCALE], ids=["block_sparse", "multiscale"]
-)
+@each_operation
 def test_gradients_of_blocks_that_no_nan_row_reads(
     operation: Operation, backend: Backend, steady_device: str
 ) -> None:

@@ -1,17 +1,17 @@
 """Invalid arguments of all functions of kernels, each by the message that names it."""
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from msattn.kernels.flash_decode.score_mod import alibi, sliding_window, softcap
 from msattn.kernels.types import PagedKeys
 from tests.kernels.cases.every import CASES
-from tests.kernels.cases.records import HALF, INF, INT, NAN, zeros
+from tests.kernels.cases.records import HALF, INF, INT, NAN, Arguments, zeros
 
 ANY: dict[str, list[Any]] = {  # invalid values of arguments that several functions have
     "backend": ["cuda"],
@@ -23,20 +23,21 @@ ANY: dict[str, list[Any]] = {  # invalid values of arguments that several functi
     "key_block_size": [48],
     "splits": [0],
 }
-WITHOUT_BFLOAT16 = ("apply_sinks", "best_blocks", "block_softmax", "paged_bucket_sizes")
-# of any dtype of the others
-FULL_PRECISION = (
-    "lses", "centroids", "pooled_k", "query_weight", "key_weight", "inv_freq", "k_scale",
-)  # fmt: skip
 GIVEN = {name: cases.arguments("cpu") for name, cases in CASES.items()}
+IN_BFLOAT16 = {
+    name: tree_map_only(Tensor, lambda x: x.bfloat16() if x.is_floating_point() else x, GIVEN[name])
+    | {key: GIVEN[name][key] for key in cases.full_precision}
+    for name, cases in CASES.items()
+    if "backend" in cases.parameters
+}
 
 
-def refusals() -> Iterator[tuple[str, dict[str, Any], str]]:
+def refusals() -> Iterator[tuple[str, Arguments, str]]:
     """Yields functions, refused changes of their arguments, and messages."""
     for name, cases in CASES.items():
         for change, message in cases.refused:
             yield name, change, message
-        for each in [x for x in ANY if x in inspect.signature(cases.function).parameters]:
+        for each in [x for x in ANY if x in cases.parameters]:
             for x in ANY[each]:
                 yield (
                     name,
@@ -50,7 +51,7 @@ def refusals() -> Iterator[tuple[str, dict[str, Any], str]]:
     refusals(),
     ids=lambda x: x if isinstance(x, str) else "-".join(x),
 )
-def test_refuses(name: str, change: dict[str, Any], message: str) -> None:
+def test_refuses(name: str, change: Arguments, message: str) -> None:
     """Checks read shapes and types; the torch backend also refuses values."""
     given = GIVEN[name]
     of_cache = "cache" in given and change.keys() <= {*PagedKeys._fields}
@@ -67,23 +68,23 @@ def test_accepts_what_the_refused_arguments_are_changes_of(name: str) -> None:
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are interpreted without a CUDA device only"
 )
-@pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT_BFLOAT16])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, given in IN_BFLOAT16.items()
+        if torch.bfloat16 in {getattr(x, "dtype", None) for x in tree_leaves(given)}
+    ],
+)
 def test_interpreted_kernels_refuse_bfloat16(name: str) -> None:
     """Triton's interpreter has no arithmetic for it: products were wrong by up to 1e9."""
-
-    def half(x: Any) -> Any:
-        return x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    given = {key: x if key in FULL_PRECISION else half(x) for key, x in GIVEN[name].items()}
-    if cache := given.get("cache"):
-        given["cache"] = PagedKeys(*map(half, cache))
     with pytest.raises(
         ValueError,
         match=r"dtype=torch.bfloat16: Triton's interpreter .* use float32, float16 or "
         r"backend='torch'",
     ):
-        CASES[name].function(**given, backend="triton")
-    CASES[name].function(**given, backend="torch")
+        CASES[name].function(**IN_BFLOAT16[name], backend="triton")
+    CASES[name].function(**IN_BFLOAT16[name], backend="torch")
 
 
 def test_score_modifications_refuse_bad_parameters() -> None:

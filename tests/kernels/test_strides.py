@@ -1,6 +1,5 @@
 """Tensors of any strides give the results of contiguous ones, or are refused by name."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -10,24 +9,9 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_leaves, tree_map_only, tree_map_with_path
 
 from msattn.kernels.types import Backend
-from tests.kernels.cases.every import CASES, SLOW
+from tests.kernels.cases.every import CASES
 from tests.kernels.shared import BACKENDS
 
-FUNCTIONS = [x for x in CASES if "backend" in inspect.signature(CASES[x].function).parameters]
-ATTENTION = (
-    *("maxpool_attention", "block_sparse_attention", "multiscale_attention"),
-    *("conv_attention", "head_mix_attention"),
-)
-PAGED = ("paged_block_sparse_attention", "paged_bucket_decode", "paged_flash_decode")
-# tensors that may be refused unless their last dimension is contiguous, beside vectors
-CONTIGUOUS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(ATTENTION, ("q", "k", "v")),
-    **dict.fromkeys(("gate_scores", "gate_blocks"), ("query_weight", "key_weight", "inv_freq")),
-    **dict.fromkeys(PAGED, ("cache.k", "cache.v")),
-    "best_blocks": ("scores", "visible", "always"),
-    "block_softmax": ("logits", "visible"),
-}
-SLOW_HERE = {*SLOW, "gate_scores", "gate_blocks", "best_blocks", "block_softmax", "bucket_mass"}
 Choice = Callable[[str, Tensor], bool]
 
 
@@ -60,7 +44,11 @@ def run(function: str, given: Any, backend: Backend, way: str, choice: Choice) -
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=pytest.mark.slow) if x in SLOW_HERE else x for x in FUNCTIONS],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * ("strides" in cases.slow))
+        for name, cases in CASES.items()
+        if "backend" in cases.parameters
+    ],
 )
 def test_tensors_of_any_strides(name: str, backend: Backend, steady_device: str) -> None:
     """Also of those that a function writes to."""
@@ -69,7 +57,7 @@ def test_tensors_of_any_strides(name: str, backend: Backend, steady_device: str)
     refused = set[str]()
 
     def accepted(each: str, x: Tensor) -> bool:
-        if x.dim() != 1 and each not in CONTIGUOUS.get(name, ()):
+        if x.dim() != 1 and each not in CASES[name].contiguous:
             return True
         refused.add(each)
         return False

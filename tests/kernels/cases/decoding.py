@@ -16,10 +16,12 @@ from tests.kernels.cases.records import (
     INT,
     LONG,
     NAN,
+    SLOW,
     Arguments,
     Cases,
     choose,
     decoding,
+    token,
     zeros,
 )
 from tests.kernels.problems import random_buckets
@@ -52,6 +54,13 @@ def compile_flash_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
         )
 
 
+def modified_scores(given: Arguments) -> list[Arguments]:
+    alibi = score_mod.alibi(torch.rand(4, device=given["q"].device))
+    return [
+        {"score_mod": mod} for mod in (score_mod.softcap(2.0), score_mod.sliding_window(20), alibi)
+    ]
+
+
 def conv_decode_arguments(device: str) -> Arguments:
     return {
         "q_window" if name == "q" else name: x for name, x in decoding(device, queries=2).items()
@@ -71,10 +80,16 @@ def compile_conv_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 
 def bucket_decode_arguments(device: str) -> Arguments:
+    """The first head reads its newest keys alone."""
     index = build_bucket_index(random_buckets(2, 2, 70, 10, device), 10)
     probes = torch.randint(-1, 10, (2, 2, 4), dtype=torch.int32).to(device)
+    probes[0, 0] = -1
     recent = starts([5, 9], device)
     return decoding(device, index=index, probes=probes, recent=recent, softcap=5.0)
+
+
+def counting(given: Arguments) -> list[Arguments]:
+    return [{"recent": 6, "counts": given["q"].new_zeros(2, 2, dtype=LONG)}]
 
 
 def compile_bucket_decode(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -152,6 +167,9 @@ CASES = {
                 r"score_mod.tensors\[0\].device=meta",
             ),
         ],
+        variants=modified_scores,
+        unread=token(40, sequence=1),
+        slow=SLOW,
     ),
     "conv_decode": Cases(
         msattn.conv_decode,
@@ -164,6 +182,8 @@ CASES = {
             ({"kv_len": starts([71, 30])}, "kv_len=71"),
             ({"kv_start": starts([-1, 0])}, "kv_start=-1"),
         ],
+        unread=token(40, sequence=1),
+        slow=SLOW,
     ),
     "bucket_decode": Cases(
         msattn.bucket_decode,
@@ -200,6 +220,9 @@ CASES = {
                 for offsets in torch.tensor([[0, 71], [5, 2]], dtype=INT)
             ),
         ],
+        variants=counting,
+        read=token(68),
+        unread=token(30),
     ),
     "probe_buckets": Cases(
         msattn.probe_buckets,
@@ -223,5 +246,9 @@ CASES = {
             ({"bias_in": zeros(2, 1, 31)}, "bias_in is torch.float32"),
             ({"weight_out": zeros(2, 32, 20, dtype=HALF)}, "weight_out is torch.float16"),
         ],
+        variants=lambda given: [
+            {"sizes": given["q"].new_full((1, 2, 20), 7, dtype=INT), "threshold": 1.5}
+        ],
+        read=None,
     ),
 }

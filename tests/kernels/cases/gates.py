@@ -16,8 +16,11 @@ from tests.kernels.cases.records import (
     Arguments,
     Cases,
     choose,
+    token,
     zeros,
 )
+
+WEIGHTS = ("query_weight", "key_weight", "inv_freq")
 
 
 def pool_blocks_arguments(device: str) -> Arguments:
@@ -48,6 +51,24 @@ def gate_scores_arguments(device: str) -> Arguments:
         "block_size": 16,
         "kv_start": starts([7], device),
     }
+
+
+def other_gates(given: Arguments) -> list[Arguments]:
+    """Means and the last queries; scores of columns and of the last rows."""
+    device = given["q"].device
+    return [
+        {
+            "q_rope": given["q"].flip(3),
+            "pooled_k": torch.randn(1, 2, 5, 48, device=device),
+            "mean_weight": 0.5,
+            "last_queries": True,
+        },
+        {
+            "last_rows": torch.rand(1, 4, 2, 5, device=device),
+            "whole": torch.tensor([[False, True]], device=device),
+            "columns": torch.rand(1, 4, 5, device=device),
+        },
+    ]
 
 
 def compile_gate_scores(dtype: torch.dtype, head_size: int, sm: int) -> None:
@@ -162,6 +183,8 @@ CASES = {
             ({"rotated": zeros(2, 3, 39, 16)}, "rotated is"),
             ({"start": starts([0, 41])}, "start="),
         ],
+        read=token(20, name="x"),
+        unread=lambda given: given["x"][1, 0, 3],
     ),
     "gate_scores": Cases(
         msattn.gate_scores,
@@ -196,6 +219,12 @@ CASES = {
             ({"whole": zeros(1, 2, dtype=torch.bool)}, r"whole is .* expected bool \[1 or 1, 0\]"),
             ({"last_rows": zeros(1, 4, 2, 5), "whole": zeros(1, 2)}, "whole is torch.float32"),
         ],
+        variants=other_gates,
+        read=token(2, name="pooled_k"),
+        unread=token(4, name="pooled_k"),
+        contiguous=WEIGHTS,
+        full_precision=("pooled_k", *WEIGHTS),
+        slow=("strides",),
     ),
     "gate_blocks": Cases(
         msattn.gate_blocks,
@@ -207,6 +236,11 @@ CASES = {
             ({"sink_blocks": -1}, "sink_blocks=-1: expected 0 or more"),
             ({"num_keys": 90}, "pooled_k.shape="),
         ],
+        variants=other_gates,
+        read=None,
+        contiguous=WEIGHTS,
+        full_precision=("pooled_k", *WEIGHTS),
+        slow=("strides",),
     ),
     "best_blocks": Cases(
         msattn.best_blocks,
@@ -221,6 +255,21 @@ CASES = {
             ({"visible": torch.ones(1, 1, 9, 4, dtype=torch.bool).mT}, "visible.stride"),
             ({"always": torch.ones(1, 1, 4, 8, dtype=torch.bool)}, "always is"),
         ],
+        read=None,
+        contiguous=("scores", "visible", "always"),
+        full_precision=("scores",),
+        slow=("strides",),
     ),
-    "block_softmax": Cases(block_softmax, block_softmax_arguments, None, []),
+    "block_softmax": Cases(
+        block_softmax,
+        block_softmax_arguments,
+        None,
+        [],
+        differentiable=True,
+        read=lambda given: given["logits"][0, 0, 0, 2],
+        unread=lambda given: given["logits"][0, 0, 0, 8:],
+        contiguous=("logits", "visible"),
+        full_precision=("logits",),
+        slow=("strides",),
+    ),
 }

@@ -12,6 +12,7 @@ from tests.kernels.cases.records import (
     LONG,
     Cases,
     choose,
+    drawn,
     zeros,
 )
 
@@ -57,9 +58,7 @@ CASES = {
     ),
     "unrotate": Cases(
         unrotate.unrotate,
-        lambda device: (
-            {"x": zeros(1, 1, 5, 16), "cos": torch.ones(1, 5, 16), "sin": zeros(1, 5, 16)}
-        ),
+        lambda device: drawn(device, x=(1, 1, 5, 16), cos=(1, 5, 16), sin=(1, 5, 16)),
         compile_unrotate,
         [
             ({"x": zeros(5, 16)}, "x.shape="),
@@ -75,7 +74,7 @@ CASES = {
     ),
     "rms_norm": Cases(
         decoder_layer.rms_norm,
-        lambda device: ({"x": zeros(3, 8), "weight": zeros(8), "eps": 1e-5}),
+        lambda device: drawn(device, x=(3, 8), weight=(8,)) | {"eps": 1e-5},
         compile_decoder_layer,
         [
             ({"x": zeros(3, 8).double(), "weight": zeros(8).double()}, "x is torch.float64"),
@@ -89,7 +88,7 @@ CASES = {
     ),
     "gated_silu": Cases(
         decoder_layer.gated_silu,
-        lambda device: ({"gate": zeros(3, 8), "up": zeros(3, 8)}),
+        lambda device: drawn(device, gate=(3, 8), up=(3, 8)),
         None,
         [
             ({"gate": zeros(3, 8).int()}, "gate is torch.int32"),
@@ -101,13 +100,10 @@ CASES = {
     "rotate_and_append": Cases(
         decoder_layer.rotate_and_append,
         lambda device: (
-            {"q": zeros(2, 4, 1, 64), "k": zeros(2, 2, 1, 64), "v": zeros(2, 2, 1, 64)}
-            | {"cos": zeros(1, 1, 64), "sin": zeros(1, 1, 64)}
-            | {
-                "keys": zeros(2, 2, 6, 64),
-                "values": zeros(2, 2, 6, 64),
-                "position": zeros(1, dtype=LONG),
-            }
+            drawn(device, q=(2, 4, 1, 64), k=(2, 2, 1, 64), v=(2, 2, 1, 64))
+            | drawn(device, cos=(1, 1, 64), sin=(1, 1, 64))
+            | drawn(device, keys=(2, 2, 6, 64), values=(2, 2, 6, 64))
+            | {"position": torch.tensor([2], device=device)}
         ),
         None,
         [

@@ -16,7 +16,7 @@ from msattn.kernels.paged import (
 )
 from msattn.kernels.testing import random_block_mask, random_pages, random_qkv, starts
 from msattn.kernels.types import PagedKeys
-from tests.kernels.cases.decoding import bucket_decode_arguments
+from tests.kernels.cases.decoding import bucket_decode_arguments, counting
 from tests.kernels.cases.records import (
     CAPS,
     HALF,
@@ -24,13 +24,16 @@ from tests.kernels.cases.records import (
     LONG,
     NAN,
     SHORT,
+    SLOW,
     Arguments,
     Cases,
     Refused,
     block_size_for,
     choose,
     decoding,
+    drawn,
     pages,
+    slot,
     zeros,
 )
 from tests.kernels.problems import random_buckets
@@ -70,11 +73,13 @@ PAGED: Refused = [  # changes of the cache
 
 def paged_block_sparse_attention_arguments(device: str) -> Arguments:
     """Of the first sequence 20 queries, of the second 3; a page is a block."""
+    block_mask = torch.rand(2, 4, 2, 5, device=device) < 0.5
+    block_mask[0, :2, :, 0] = False
     return {
         "q": torch.randn(23, 4, 16, device=device),
         "cache": pages(device)[0],
         "cu_queries": torch.tensor([0, 20, 23], dtype=torch.int32, device=device),
-        "block_mask": torch.rand(2, 4, 2, 5, device=device) < 0.5,
+        "block_mask": block_mask,
         "max_queries": 20,
         "block_size": 16,
         "softcap": 5.0,
@@ -231,6 +236,11 @@ CASES = {
             ({"cu_queries": torch.tensor([0, 20, 24], dtype=INT)}, r"cu_queries=\[0, 20, 24\]"),
             ({"max_queries": 19}, "max_queries=19: a sequence has 20 queries"),
         ],
+        variants=lambda given: [{"block_mask": None}],
+        read=slot(20),
+        unread=slot(5),
+        contiguous=("cache.k", "cache.v"),
+        slow=SLOW,
     ),
     "paged_bucket_decode": Cases(
         msattn.paged_bucket_decode,
@@ -250,6 +260,11 @@ CASES = {
             ({"sink": -2}, "sink=-2"),
             ({"counts": zeros(2, 2)}, "counts is torch.float32"),
         ],
+        variants=counting,
+        read=slot(68),
+        unread=slot(5),
+        contiguous=("cache.k", "cache.v"),
+        slow=SLOW,
     ),
     "paged_bucket_sizes": Cases(
         msattn.paged_bucket_sizes,
@@ -275,6 +290,7 @@ CASES = {
                 r"table\[0\]=\[0, 12, 1, 2, 3\]",
             ),
         ],
+        read=None,
     ),
     "paged_flash_decode": Cases(
         msattn.paged_flash_decode,
@@ -285,20 +301,18 @@ CASES = {
             ({"q": zeros(2, 4, 16)}, "q.shape"),
             ({"q": zeros(2, 3, 1, 16)}, "q has 3 heads"),
         ],
+        read=slot(20),
+        contiguous=("cache.k", "cache.v"),
     ),
     "write_pages": Cases(
         write.write_pages,
         lambda device: (
-            {name: zeros(2, 3, 16) for name in "kv"}
+            drawn(device, k=(2, 3, 16), v=(2, 3, 16), keys=(5, 8, 2, 16), values=(5, 8, 2, 16))
             | {
-                "keys": zeros(5, 8, 2, 16),
-                "values": zeros(5, 8, 2, 16),
-                "buckets": zeros(5, 8, 2, dtype=SHORT),
-            }
-            | {
-                "pages": zeros(3, dtype=LONG),
-                "offsets": zeros(3, dtype=LONG),
-                "ids": zeros(2, 3, dtype=LONG),
+                "buckets": zeros(5, 8, 2, dtype=SHORT, device=device),
+                "pages": torch.tensor([4, 0, 4], device=device),
+                "offsets": torch.tensor([0, 7, 1], device=device),
+                "ids": torch.arange(6, device=device).view(2, 3),
             }
         ),
         compile_write_pages,
@@ -324,12 +338,13 @@ CASES = {
     ),
     "round_keys": Cases(
         write.round_keys,
-        lambda device: ({"k": zeros(2, 3, 16), "k_scale": torch.ones(2)}),
+        lambda device: drawn(device, k=(2, 3, 16)) | {"k_scale": torch.ones(2, device=device)},
         None,
         [
             ({"k": zeros(2, 3)}, r"k is torch.float32 \(2, 3\)"),
             ({"k": zeros(2, 3, 16, dtype=INT)}, "k is torch.int32"),
             ({"k_scale": torch.ones(3)}, r"k_scale is torch.float32 \(3,\): expected .* \(2,\)"),
         ],
+        full_precision=("k_scale",),
     ),
 }

@@ -18,6 +18,7 @@ from tests.kernels.cases.records import (
     CAPS,
     HALF,
     INT,
+    SLOW,
     Arguments,
     Cases,
     Refused,
@@ -25,6 +26,7 @@ from tests.kernels.cases.records import (
     block_size_for,
     choose,
     compiles_backward,
+    token,
     zeros,
 )
 
@@ -56,6 +58,7 @@ def compile_maxpool_attention(dtype: torch.dtype, head_size: int, sm: int) -> No
 
 def block_sparse_attention_arguments(device: str) -> Arguments:
     mask = random_block_mask(1, 2, 2, 3, 0.5, device)
+    mask[:, 0, :, 0] = False
     return attention(device, block_mask=mask, block_size=32, key_block_size=16, softcap=5.0)
 
 
@@ -68,7 +71,7 @@ def compile_block_sparse_attention(dtype: torch.dtype, head_size: int, sm: int) 
 
 
 def multiscale_attention_arguments(device: str) -> Arguments:
-    zoom = torch.tensor([[[1, 0], [4, 1]], [[0, 1], [8, 2]]], dtype=torch.uint8, device=device)
+    zoom = torch.tensor([[[0, 1], [0, 4]], [[4, 1], [8, 2]]], dtype=torch.uint8, device=device)
     return attention(device, zoom=zoom[None], block_size=32, softcap=5.0)
 
 
@@ -169,6 +172,8 @@ CASES = {
             ({"q": zeros(2, 4, 40, 16)}, "batch"),
             ({"kv_start": starts([41])}, "kv_start"),
         ],
+        unread=token(1),
+        contiguous=("q", "k", "v"),
     ),
     "block_sparse_attention": Cases(
         msattn.block_sparse_attention,
@@ -180,6 +185,10 @@ CASES = {
             ({"block_mask": zeros(1, 2, 2, 2)}, "block_mask is torch.float32"),
             ({"block_mask": zeros(1, 2, 2, 2, dtype=INT)}, "column blocks must be 1"),
         ],
+        differentiable=True,
+        unread=token(5),
+        contiguous=("q", "k", "v"),
+        slow=SLOW,
     ),
     "multiscale_attention": Cases(
         msattn.multiscale_attention,
@@ -195,6 +204,11 @@ CASES = {
                 "zoom holds 3: expected 0 .skip., 1, 2, 4 or 8",
             ),
         ],
+        differentiable=True,
+        read=token(38),
+        unread=token(5),
+        contiguous=("q", "k", "v"),
+        slow=SLOW,
     ),
     "conv_attention": Cases(
         msattn.conv_attention,
@@ -208,6 +222,10 @@ CASES = {
             ({"weight": zeros(4, 3, 3, dtype=HALF)}, "weight.dtype=torch.float16"),
             ({"mask": "keys"}, "mask='keys'"),
         ],
+        differentiable=True,
+        unread=token(1),
+        contiguous=("q", "k", "v"),
+        slow=SLOW,
     ),
     "head_mix_attention": Cases(
         msattn.head_mix_attention,
@@ -218,5 +236,9 @@ CASES = {
             ({"weight": zeros(2, 2)}, r"weight.shape=\(2, 2\)"),
             ({"weight": zeros(4, 4, dtype=HALF)}, "weight.dtype=torch.float16"),
         ],
+        differentiable=True,
+        unread=token(1),
+        contiguous=("q", "k", "v"),
+        slow=SLOW,
     ),
 }

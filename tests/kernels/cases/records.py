@@ -1,22 +1,45 @@
 """Records of the cases of each function of kernels, and arguments that several share."""
 
+import inspect
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from msattn.kernels.testing import random_pages, random_qkv, starts
 from msattn.kernels.types import PagedKeys
 
 Arguments = dict[str, Any]
 Refused = list[tuple[Arguments, str]]
+Find = Callable[[Arguments], Tensor]
 Variant = TypeVar("Variant")
 INT, LONG, SHORT, HALF = torch.int32, torch.int64, torch.int16, torch.float16
 NAN, INF = float("nan"), float("inf")
 zeros = torch.zeros
 CAPS = (None, 30.0)
 SIZES = (64, 128, 256, 512)
+Shared = Literal["operator", "strides"]
+SLOW: tuple[Shared, ...] = ("operator", "strides")
+
+
+def token(place: int, *, name: str = "k", sequence: int = 0) -> Find:
+    """Returns a function that finds a token of the first head."""
+    return lambda given: given[name][sequence, 0, place]
+
+
+def slot(position: int) -> Find:
+    """Returns a function that finds the key of a position in the first sequence's pages, of the
+    first head.
+    """
+
+    def find(given: Arguments) -> Tensor:
+        cache = given["cache"]
+        return cache.k[cache.table[0, position // cache.k.shape[1]], position % cache.k.shape[1], 0]
+
+    return find
 
 
 class Cases(NamedTuple):
@@ -29,12 +52,46 @@ class Cases(NamedTuple):
         compute capability; see test_compile.py. None: the launch of another function does.
     refused : changes of the arguments, each with what the message says. Of a paged cache they may
         be changes of its fields.
+    variants : returns changes of the arguments to other types, and to those of the function's
+        other operators.
+    differentiable : the function has a backward pass.
+    read : finds an element whose NaN makes those rows of the results NaN that read it. None: it
+        makes none NaN, as in integers.
+    unread : finds elements that no row reads, such as padding, keys past a length or in blocks and
+        buckets that are not read, parts without keys. None: there are none.
+    contiguous : tensors that may be refused unless their last dimension is contiguous. Vectors
+        always may be.
+    full_precision : tensors that stay in float32 if the others are in half precision.
+    slow : shared tests that take seconds with this function: test_operators.py, test_strides.py.
     """
 
     function: Callable[..., Any]
     arguments: Callable[[str], Arguments]
     launch: Callable[[torch.dtype, int, int], None] | None
     refused: Refused
+    variants: Callable[[Arguments], Sequence[Arguments]] = lambda given: ()
+    differentiable: bool = False
+    read: Find | None = token(20)
+    unread: Find | None = None
+    contiguous: tuple[str, ...] = ()
+    full_precision: tuple[str, ...] = ()
+    slow: tuple[Shared, ...] = ()
+
+    @property
+    def parameters(self) -> set[str]:
+        """Names of the function's parameters."""
+        return {*inspect.signature(self.function).parameters}
+
+    @property
+    def operators(self) -> dict[str, CustomOpDef]:
+        """Custom operators of the function's module, by name."""
+        module = vars(sys.modules[self.function.__module__])
+        return {name: x for name, x in module.items() if isinstance(x, CustomOpDef)}
+
+
+def drawn(device: str, **shapes: tuple[int, ...]) -> Arguments:
+    """Returns random tensors of the shapes."""
+    return {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
 
 
 def attention(device: str, **others: Any) -> Arguments:

@@ -13,9 +13,7 @@ from torch import Tensor
 from msattn.kernels.common.fp8 import FP8
 from msattn.kernels.paged.write import round_keys, write_pages
 from msattn.kernels.types import Backend
-
-BACKENDS: list[Backend] = ["torch", "triton"]
-LONG = torch.int64
+from tests.kernels.shared import BACKENDS
 
 
 def problem(
