@@ -31,7 +31,7 @@ from msattn.kernels.operations import OPERATIONS
 from msattn.trainer.version import __version__
 
 if TYPE_CHECKING:
-    from msattn.kernels.best_blocks import best_blocks
+    from msattn.kernels.best_blocks import best_blocks, block_softmax
     from msattn.kernels.block_sparse_attention import block_sparse_attention
     from msattn.kernels.bucket_decode import bucket_decode
     from msattn.kernels.bucket_mass import bucket_mass
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from msattn.kernels.multi_token.conv_decode import conv_decode
     from msattn.kernels.multi_token.head_mix_attention import head_mix_attention
     from msattn.kernels.multiscale_attention import multiscale_attention
-    from msattn.kernels.nearest_centroid import nearest_centroid
+    from msattn.kernels.nearest_centroid import bucket_sums, nearest_centroid
     from msattn.kernels.paged import (
         paged_block_sparse_attention,
         paged_bucket_decode,

@@ -144,11 +144,7 @@ def _save(ctx, inputs, output):
 
 def _softmax_backward(ctx, gradient):
     (probabilities,) = ctx.saved_tensors
-    return (
-        torch.ops.aten._softmax_backward_data(gradient, probabilities, -1, probabilities.dtype),
-        None,
-        None,
-    )
+    return reference.block_softmax_backward(gradient, probabilities), None, None
 
 
 def launch_softmax(logits: Tensor, visible: Tensor) -> Tensor:

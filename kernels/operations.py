@@ -19,12 +19,13 @@ class Operation(NamedTuple):
     softcap: bool = False
     fp8: bool = False
     folder: str | None = None  # room of several operations, whose modules leave its name out
+    beside: str | None = None  # operation whose module and reference have this one, too
 
     @property
     def module(self) -> str:
         """Dotted name of the module that exports the function."""
         if self.folder is None:
-            return f"msattn.kernels.{self.name}"
+            return f"msattn.kernels.{self.beside or self.name}"
         return f"msattn.kernels.{self.folder}.{self.name.removeprefix(f'{self.folder}_')}"
 
     @property
@@ -54,10 +55,12 @@ _ALL = (
     Operation("bucket_mass", softcap=True),
     Operation("merge_states"),
     Operation("nearest_centroid"),
+    Operation("bucket_sums", beside="nearest_centroid"),
     Operation("gate_scores"),
     Operation("gate_blocks"),
     Operation("pool_blocks"),
     Operation("best_blocks"),
+    Operation("block_softmax", differentiable=True, beside="best_blocks"),
 )
 OPERATIONS = {operation.name: operation for operation in _ALL}
 DIFFERENTIABLE = tuple(operation.name for operation in _ALL if operation.differentiable)

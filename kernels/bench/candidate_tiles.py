@@ -91,7 +91,6 @@ FORWARD_KERNELS = {name: [name] for name in OPERATIONS if name in CANDIDATES} | 
     "conv_attention": ["conv_attention", "conv_attention_resident"],
     "head_mix_attention": ["head_mix_scores", "materialized_attention"],
     "paged_flash_decode": ["flash_decode"],
-    "nearest_centroid": ["nearest_centroid", "bucket_sums"],
 }
 BACKWARD_KERNELS = {
     "block_sparse_attention": ["block_sparse_attention_dq", "block_sparse_attention_dkv"],

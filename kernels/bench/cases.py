@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -98,19 +97,13 @@ class Forms(NamedTuple):
     eager: Function
 
 
-def forms_of(module: ModuleType, name: str, **options: Any) -> Forms:
-    """Returns the forms of the operation ``name`` of a module, all with the same options; a
-    reference may be the eager form.
+def forms_of(name: str, **options: Any) -> Forms:
+    """Returns the forms of an operation, all with the same options; a reference may be the eager
+    form.
     """
-    # a further function of an operation's module has its reference beside the operation's
-    operation = name if name in OPERATIONS else module.__name__.rpartition(".")[2]
-    exact = getattr(import_module(OPERATIONS[operation].reference), name)
-    return Forms(
-        *(
-            partial(form, **options)
-            for form in (getattr(module, name), exact, getattr(eager, name, exact))
-        )
-    )
+    operation = OPERATIONS[name]
+    call, exact = (getattr(import_module(x), name) for x in (operation.module, operation.reference))
+    return Forms(*(partial(form, **options) for form in (call, exact, getattr(eager, name, exact))))
 
 
 def runner(

@@ -1,4 +1,4 @@
-"""Benchmark cases of SAAP training: bucket mass and one iteration of k-means."""
+"""Benchmark cases of SAAP training: bucket mass and the two halves of an iteration of k-means."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,8 +17,6 @@ PRODUCT_CHUNK = 8192  # keys per matrix product of the peer, so that its result 
 
 def bucket_mass(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields one case of 1000 queries and 1024 buckets, with the peer Q K^T alone."""
-    from msattn.kernels.bucket_mass import forward as op
-
     queries, num_buckets = min(QUERIES, shape.length), min(1024, max(1, shape.length // 32))
     (q,), (k,) = (
         shape.draw(shape.q_heads, queries),
@@ -33,7 +31,7 @@ def bucket_mass(shape: Shape, options: Options) -> Iterator[BenchCase]:
     product = Work(2 * rows * shape.length * shape.head_size, (rows + keys) * item)
     work = Work(product.flops, product.bytes + 4 * keys + 4 * rows * (num_buckets + 2))
     layers = [(q, k, buckets)]
-    forms = forms_of(op, "bucket_mass", num_buckets=num_buckets, softcap=options.softcap)
+    forms = forms_of("bucket_mass", num_buckets=num_buckets, softcap=options.softcap)
     compared = [
         Peer(
             "product",
@@ -63,37 +61,47 @@ def _product(q: Tensor, k: Tensor) -> None:
 
 
 def nearest_centroid(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """Yields the assignment and the update of k-means, with the peer K C^T alone."""
+    """Yields the assignment of k-means, with the peer K C^T alone."""
+    k, centroids = _keys_and_centroids(shape)
+    forms = _of_each(forms_of("nearest_centroid"), lambda result: result[-1])
+    yield _kmeans_case(shape, forms, (k, centroids), centroids)
+
+
+def bucket_sums(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """Yields the update of k-means, with the same peer, a product of the same size."""
     from msattn.kernels import nearest_centroid as op
 
-    num_buckets = min(1024, max(1, shape.length // 32))
+    k, centroids = _keys_and_centroids(shape)
+    forms = forms_of("bucket_sums", num_buckets=centroids.shape[1])
+    buckets = op.nearest_centroid(k, centroids).buckets
+    yield _kmeans_case(shape, _of_each(forms, lambda result: result[0]), (k, buckets), centroids)
+
+
+def _keys_and_centroids(shape: Shape) -> tuple[Tensor, Tensor]:
     (k,) = shape.draw(shape.kv_heads, shape.length, cached=True)
-    size = shape.kv_heads, num_buckets, shape.head_size
-    centroids = normalize(
-        torch.randn(size, generator=shape.generator(), device=shape.device), dim=-1
-    )
+    size = shape.kv_heads, min(1024, max(1, shape.length // 32)), shape.head_size
+    centroids = torch.randn(size, generator=shape.generator(), device=shape.device)
+    return k, normalize(centroids, dim=-1)
+
+
+def _kmeans_case(
+    shape: Shape, forms: Forms, layer: tuple[Tensor, Tensor], centroids: Tensor
+) -> BenchCase:
+    """Returns the case of one half of an iteration on the keys, the first of the ``layer``."""
+    k, num_buckets = layer[0], centroids.shape[1]
     rows, item = shape.batch * shape.kv_heads * shape.length, shape.dtype.itemsize
     work = Work(
         2 * rows * num_buckets * shape.head_size,
         rows * shape.head_size * item + 4 * centroids.numel(),
     )
     rounded = centroids.to(shape.dtype).expand(shape.batch, -1, -1, -1)
-    product = Peer(
-        "product", lambda: _product, [(rounded, k.contiguous())], work, note="K C^T alone"
-    )
-    nearest = _of_each(forms_of(op, "nearest_centroid"), lambda result: result[-1])
-    sums = _of_each(forms_of(op, "bucket_sums", num_buckets=num_buckets), lambda result: result[0])
-    buckets = op.nearest_centroid(k, centroids).buckets
-    for step, forms, layer in (("nearest", nearest, (k, centroids)), ("sums", sums, (k, buckets))):
-        setting = f"{step}, {num_buckets} buckets"
-        compared = [
-            product,
-            peers.eager(forms.eager, [layer], work, rows * num_buckets, setting=setting),
-        ]
-        own_work = work._replace(bytes=work.bytes + 4 * rows)
-        yield BenchCase(
-            *forms, [layer], own_work, compared, setting, term=k.norm(dim=-1).max().item()
-        )
+    compared = [
+        Peer("product", lambda: _product, [(rounded, k.contiguous())], work, note="K C^T alone"),
+        peers.eager(forms.eager, [layer], work, rows * num_buckets),
+    ]
+    own_work = work._replace(bytes=work.bytes + 4 * rows)
+    setting, term = f"{num_buckets} buckets", k.norm(dim=-1).max().item()
+    return BenchCase(*forms, [layer], own_work, compared, setting, term=term)
 
 
 def _of_each(forms: Forms, part: Callable[[Any], Any]) -> Forms:

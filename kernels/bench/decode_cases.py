@@ -39,9 +39,7 @@ def flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
 def paged_flash_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields for each number of queries ``flash_decode``, then a case per page size."""
-    from msattn.kernels.paged import flash_decode as op
-
-    forms = _on_pages(forms_of(op, "paged_flash_decode", softcap=options.softcap))
+    forms = _on_pages(forms_of("paged_flash_decode", softcap=options.softcap))
     for queries, layers, work, compared, setting in _dense_problems(shape, options, causal=True):
         contiguous = _flash_forms(options.softcap, causal=True)
         yield decode_case(
@@ -102,13 +100,11 @@ def paged_bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields the step of ``bucket_decode`` with lists, then a case per page size that scans
     buckets.
     """
-    from msattn.kernels.paged import bucket_decode as op
-
     problem = _bucket_problem(shape, options.softcap)
     yield _listed(shape, problem, "lists, ")
     ids = problem.buckets.short()
     work = _work(shape, 1, problem.read * shape.length, fp8=options.fp8)
-    forms = _on_pages(forms_of(op, "paged_bucket_decode", **problem.window))
+    forms = _on_pages(forms_of("paged_bucket_decode", **problem.window))
     for page_size in PAGE_SIZES:
         pages = [
             (q, *_paged(shape, options, k, v, page_size, [ids]), probes)
@@ -120,12 +116,10 @@ def paged_bucket_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
 def paged_bucket_sizes(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields a case per page size: the sizes of the buckets of ``paged_bucket_decode``."""
-    from msattn.kernels.paged import bucket_sizes as op
-
     problem = _bucket_problem(shape)
     ids, num_buckets = problem.buckets.short(), problem.num_buckets
     work = Work(0, 2 * ids.numel() + 4 * shape.batch * shape.kv_heads * num_buckets)
-    forms = forms_of(op, "paged_bucket_sizes", num_buckets=num_buckets)
+    forms = forms_of("paged_bucket_sizes", num_buckets=num_buckets)
     for page_size in PAGE_SIZES:
         setting, layers = f"pages of {page_size}, {num_buckets} buckets", []
         for _, k, v, *_ in problem.layers:
@@ -215,9 +209,7 @@ def _bucket_problem(shape: Shape, softcap: float | None = None) -> _BucketProble
 
 def _listed(shape: Shape, problem: _BucketProblem, prefix: str = "") -> BenchCase:
     """Returns the case of a step without routing."""
-    from msattn.kernels import bucket_decode as op
-
-    forms = forms_of(op, "bucket_decode", **problem.window)
+    forms = forms_of("bucket_decode", **problem.window)
     work = _work(shape, 1, problem.read * shape.length)
     return decode_case(
         *forms, problem.layers, work, problem.peers, prefix + problem.name, 1 - problem.read
@@ -270,9 +262,7 @@ def _routed(shape: Shape, problem: _BucketProblem) -> BenchCase:
 
 def conv_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields a case per convolution kernel size: one new query and the ones before it."""
-    from msattn.kernels.multi_token import conv_decode as op
-
-    forms, dense = forms_of(op, "conv_decode"), _work(shape, 1, shape.length)
+    forms, dense = forms_of("conv_decode"), _work(shape, 1, shape.length)
     scores = shape.batch * shape.q_heads * shape.length
     for c_q, c_k in options.kernels:
         layers: list[Layer] = [
@@ -290,14 +280,12 @@ def conv_decode(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
 def merge_states(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields one case, which merges 8 partial results of ``length`` queries."""
-    from msattn.kernels import merge_states as op
-
     outs = torch.stack(shape.draw(shape.q_heads, shape.length, PARTS))
     lses = torch.randn(outs.shape[:4], generator=shape.generator(), device=shape.device)
     out, lse = outs[0].numel(), lses[0].numel()
     work = Work((2 * out + 4 * lse) * PARTS, (PARTS + 1) * (out * shape.dtype.itemsize + 4 * lse))
     compared = [peers.eager(eager.merge_states, [(outs, lses)], work, out)]
-    yield BenchCase(*forms_of(op, "merge_states"), [(outs, lses)], work, compared, f"{PARTS} parts")
+    yield BenchCase(*forms_of("merge_states"), [(outs, lses)], work, compared, f"{PARTS} parts")
 
 
 def _dense(

@@ -9,7 +9,6 @@ convolution as matrix products) is overhead of the kernel.
 
 from collections.abc import Iterator
 from functools import partial
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -27,10 +26,8 @@ PAGE_SIZES = (16, 64, 256)
 
 def maxpool_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields one case: dense attention and its block map, in a forward pass."""
-    from msattn.kernels import maxpool_attention as op
-
     layers, cap = [shape.qkv()], options.softcap
-    dense, forms = peers.dense_work(shape, False), forms_of(op, "maxpool_attention", softcap=cap)
+    dense, forms = peers.dense_work(shape, False), forms_of("maxpool_attention", softcap=cap)
     compared = [
         *peers.dense(layers, dense, causal=True, softcap=cap),
         peers.flex(layers, dense, _mask(shape, 0, 1), coarse=True, softcap=cap),
@@ -47,10 +44,8 @@ def block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase
     one more per sparsity, with blocks of ``SMALL`` keys; the peer ``block_sparse`` reads as many
     keys in blocks of ``BLOCK``.
     """
-    from msattn.kernels.block_sparse_attention import forward as op
-
     qkv, cap = shape.qkv(), options.softcap
-    forms = forms_of(op, "block_sparse_attention", softcap=cap)
+    forms = forms_of("block_sparse_attention", softcap=cap)
     dense = _dense(shape, qkv, options, forms.eager, (*qkv, _mask(shape, 0, 1)))
     settings = [(sparsity, shape.q_heads) for sparsity in options.sparsities]
     if shape.kv_heads < shape.q_heads:
@@ -79,7 +74,7 @@ def block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase
         )
         mask = _mask(shape, sparsity, shape.q_heads, SMALL)
         work, realised = _work(shape, mask, False, SMALL)
-        small = forms_of(op, "block_sparse_attention", softcap=cap, key_block_size=SMALL)
+        small = forms_of("block_sparse_attention", softcap=cap, key_block_size=SMALL)
         rows = partial(_row_inputs, key_block_size=SMALL)
         yield BenchCase(
             *small, [(*qkv, mask)], work, [*dense, block_sparse], setting, realised, window=rows
@@ -156,10 +151,8 @@ def multiscale_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
 
     The peer ``block_sparse`` is block-sparse attention that reads as many tokens.
     """
-    from msattn.kernels.multiscale_attention import forward as op
-
     qkv, cap = shape.qkv(), options.softcap
-    forms = forms_of(op, "multiscale_attention", softcap=cap)
+    forms = forms_of("multiscale_attention", softcap=cap)
     dense = _dense(shape, qkv, options, forms.eager, (*qkv, _mask(shape, 0, 1).byte()), terms=2)
     for sparsity in options.sparsities:
         zoom, setting = _zoom(shape, sparsity), peers.capped_setting(f"{sparsity:.0%} sparse", cap)
@@ -183,26 +176,20 @@ def _block_sparse_peer(
 
 def conv_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields a case per convolution kernel size."""
-    from msattn.kernels.multi_token.conv_attention import operation as op
-
     for c_q, c_k in options.kernels:
         weight = conv_weight(shape, c_q, c_k)
         yield _weighted(
-            shape, options, weight, 2 * c_q * c_k, op, "conv_attention", f"{c_q} x {c_k}", c_q - 1
+            shape, options, weight, 2 * c_q * c_k, "conv_attention", f"{c_q} x {c_k}", c_q - 1
         )
 
 
 def head_mix_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields one case, in which the scores of all query heads are mixed."""
-    from msattn.kernels.multi_token.head_mix_attention import operation as op
-
     noise = torch.randn(
         (shape.q_heads, shape.q_heads), generator=shape.generator(), device=shape.device
     )
     weight = torch.eye(shape.q_heads, device=shape.device) + 0.1 * noise
-    yield _weighted(
-        shape, options, weight.to(shape.dtype), 2 * shape.q_heads, op, "head_mix_attention"
-    )
+    yield _weighted(shape, options, weight.to(shape.dtype), 2 * shape.q_heads, "head_mix_attention")
 
 
 def conv_weight(shape: Shape, c_q: int, c_k: int) -> Tensor:
@@ -219,7 +206,6 @@ def _weighted(
     options: Options,
     weight: Tensor,
     flops_per_score: int,
-    module: ModuleType,
     name: str,
     setting: str = "",
     context: int = 0,
@@ -229,7 +215,7 @@ def _weighted(
     For each score it takes ``flops_per_score`` more FLOPs than dense attention, three times as many
     in the backward pass, which recomputes the mixing and has two more of the same size.
     """
-    layers, forms = [(*shape.qkv(), weight)], forms_of(module, name)
+    layers, forms = [(*shape.qkv(), weight)], forms_of(name)
     dense = peers.dense_work(shape, options.backward)
     work = Work(
         dense.flops + flops_per_score * (3 if options.backward else 1) * peers.causal_pairs(shape),

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from msattn.kernels.bench import eager, peers
 from msattn.kernels.bench.cases import BenchCase, Forms, Function, Options, forms_of
 from msattn.kernels.bench.rows import BLOCK, SMALL, Shape, Work
-from msattn.kernels.reference.best_blocks import block_softmax
+from msattn.kernels.reference.best_blocks import block_softmax as block_softmax_reference
 from msattn.kernels.reference.pool_blocks import pool_blocks as pool_blocks_reference
 
 
@@ -19,19 +18,15 @@ def gate_scores(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields a case with ``BLOCK`` keys in a block and one with ``SMALL``: a gate for each query
     head, by default settings.
     """
-    from msattn.kernels import gate_scores as op
-
     for keys, setting in ((BLOCK, "gate"), (SMALL, f"gate, {SMALL} keys")):
         map_bytes = 4 * shape.batch * shape.q_heads * shape.blocks * -(-shape.length // keys)
-        yield _gate_case(shape, op, "gate_scores", keys, setting, map_bytes)
+        yield _gate_case(shape, "gate_scores", keys, setting, map_bytes)
 
 
 def gate_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields cases as :func:`gate_scores`, in which a threshold selects about a tenth of the
     blocks, and at least a twentieth.
     """
-    from msattn.kernels import gate_blocks as op
-
     rows = torch.arange(shape.blocks, dtype=torch.int32, device=shape.device)[:, None]
     for keys, setting in ((BLOCK, "gate"), (SMALL, f"gate, {SMALL} keys")):
         seen = ((rows + 1) * BLOCK).clamp(max=shape.length).add(keys - 1) // keys
@@ -43,12 +38,11 @@ def gate_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
             "exponent": -1.0,
         }
         bits = shape.batch * shape.q_heads * shape.blocks * -(-shape.length // keys)
-        yield _gate_case(shape, op, "gate_blocks", keys, setting, bits // 8, **choice)
+        yield _gate_case(shape, "gate_blocks", keys, setting, bits // 8, **choice)
 
 
 def _gate_case(
     shape: Shape,
-    op: ModuleType,
     name: str,
     keys: int,
     setting: str,
@@ -82,7 +76,7 @@ def _gate_case(
     moved = 2 * (q.numel() + k.numel()) * shape.dtype.itemsize + result_bytes
     work = Work(2 * size * projected * (size * (blocks + 2 * cols) + blocks * cols), moved)
     with_keys = partial(_with_pooled_keys, key_block_size=keys)
-    forms = Forms(*map(with_keys, forms_of(op, name, key_block_size=keys, **gate, **choice), pools))
+    forms = Forms(*map(with_keys, forms_of(name, key_block_size=keys, **gate, **choice), pools))
     compared = [
         peers.eager(forms.eager, layers, work, 3 * projected * blocks * cols, setting=setting)
     ]
@@ -102,11 +96,9 @@ def _with_pooled_keys(form: Function, pool: Function, *, key_block_size: int) ->
 
 def pool_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
     """Yields two cases: average pooling of queries, max and min pooling of keys."""
-    from msattn.kernels import pool_blocks as op
-
     for heads, poolings in ((shape.q_heads, ["avg"]), (shape.kv_heads, ["max", "min"])):
         (x,) = shape.draw(heads, shape.length)
-        forms = forms_of(op, "pool_blocks", poolings=poolings)
+        forms = forms_of("pool_blocks", poolings=poolings)
         pooled = shape.batch * heads * shape.blocks * len(poolings) * shape.head_size
         work = Work(x.numel() * len(poolings), x.numel() * shape.dtype.itemsize + 4 * pooled)
         setting = f"{' and '.join(poolings)}, {heads} heads"
@@ -114,30 +106,39 @@ def pool_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
         yield BenchCase(*forms, [(x,)], work, compared, setting)
 
 
-def best_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
-    """Yields a case of ``block_softmax``, then one of ``best_blocks`` per sparsity."""
-    from msattn.kernels import best_blocks as op
+def block_softmax(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """Yields one case; the backward pass does not skip what is not visible."""
+    logits, visible = _logits(shape)
+    seen = visible.sum().item() * shape.batch * shape.q_heads
+    work = (
+        Work(4 * logits.numel(), 12 * logits.numel())
+        if options.backward
+        else Work(4 * seen, 4 * seen + 4 * logits.numel())
+    )
+    forms, layers = forms_of("block_softmax"), [(logits, visible)]
+    compared = [peers.eager(forms.eager, layers, work, 2 * logits.numel(), options.backward)]
+    yield BenchCase(*forms, layers, work, compared)
 
-    blocks = shape.blocks
-    size = shape.batch, shape.q_heads, blocks, blocks
-    logits = torch.randn(size, generator=shape.generator(), device=shape.device) * 2
-    visible = torch.ones((1, 1, blocks, blocks), dtype=torch.bool, device=shape.device).tril_()
-    visible_blocks = logits.numel() * (blocks + 1) / (2 * blocks)
-    work = Work(4 * visible_blocks, 4 * visible_blocks + 4 * logits.numel())
-    forms = forms_of(op, "block_softmax")
-    compared = [
-        peers.eager(forms.eager, [(logits, visible)], work, 2 * logits.numel(), setting="softmax")
-    ]
-    yield BenchCase(*forms, [(logits, visible)], work, compared, "softmax")
-    diagonal = torch.eye(blocks, dtype=torch.bool, device=shape.device)[None, None]
+
+def best_blocks(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """Yields a case per sparsity."""
+    logits, visible = _logits(shape)
+    scores = block_softmax_reference(logits, visible)
+    seen = visible.sum().item() * shape.batch * shape.q_heads
+    diagonal = torch.eye(shape.blocks, dtype=torch.bool, device=shape.device)[None, None]
     for sparsity in sorted(options.sparsities, reverse=True):
         counts = (visible.sum(-1, keepdim=True) * (1 - sparsity)).round().int()
-        layers: list[tuple[Tensor, ...]] = [
-            (block_softmax(logits, visible), counts, visible, diagonal)
-        ]
-        work = Work(visible_blocks, 4 * visible_blocks + logits.numel())
+        layers = [(scores, counts, visible, diagonal)]
+        work = Work(seen, 4 * seen + logits.numel())
         setting = f"best {1 - sparsity:.0%}"
         compared = [
             peers.eager(eager.best_blocks, layers, work, 2 * logits.numel(), setting=setting)
         ]
-        yield BenchCase(*forms_of(op, "best_blocks"), layers, work, compared, setting, sparsity)
+        yield BenchCase(*forms_of("best_blocks"), layers, work, compared, setting, sparsity)
+
+
+def _logits(shape: Shape) -> tuple[Tensor, Tensor]:
+    """Returns logits of causal blocks, and which blocks are visible."""
+    size = shape.batch, shape.q_heads, shape.blocks, shape.blocks
+    logits = torch.randn(size, generator=shape.generator(), device=shape.device) * 2
+    return logits, torch.ones((1, 1, *size[2:]), dtype=torch.bool, device=shape.device).tril_()

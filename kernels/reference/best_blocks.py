@@ -13,6 +13,11 @@ def block_softmax(logits: Tensor, visible: Tensor) -> Tensor:
     return F.softmax(logits.masked_fill(~visible, lowest), dim=-1).masked_fill(~visible, 0)
 
 
+def block_softmax_backward(gradient: Tensor, probabilities: Tensor) -> Tensor:
+    """Returns the gradient of the logits, on both backends."""
+    return torch.ops.aten._softmax_backward_data(gradient, probabilities, -1, probabilities.dtype)
+
+
 def best_blocks(
     scores: Tensor,
     counts: Tensor,

@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from msattn.kernels import bench
+from msattn.kernels import bench, block_sparse_attention
 from msattn.kernels.bench import candidate_tiles as tiles
 from msattn.kernels.bench import cases, decode_cases, peers, prefill_cases
 from msattn.kernels.bench.rows import PeakRates, Work, throughput
-from msattn.kernels.block_sparse_attention import forward as block_sparse_attention
 from msattn.kernels.operations import IN_FP8, OPERATIONS, SOFT_CAPPED
 from tests.commands.conftest import Refused, Run
 

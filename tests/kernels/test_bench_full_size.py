@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from msattn.kernels import bench
+from msattn.kernels import bench, block_sparse_attention
 from msattn.kernels.bench import cases, full_size
-from msattn.kernels.block_sparse_attention import forward as block_sparse_attention
 from msattn.kernels.operations import DIFFERENTIABLE
 
 SHAPE = bench.Shape(

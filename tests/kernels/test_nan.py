@@ -98,7 +98,7 @@ def test_blocks_that_a_nan_row_sees_are_nan(
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("operation", DIFFERENTIABLE)
+@pytest.mark.parametrize("operation", [x for x in DIFFERENTIABLE if x.endswith("attention")])
 def test_gradients_of_nan_rows(operation: str, backend: Backend, steady_device: str) -> None:
     """They are NaN; those of padding stay 0."""
     given = given_to(operation, steady_device)

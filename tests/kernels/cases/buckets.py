@@ -5,7 +5,6 @@ import torch
 import msattn
 from msattn.kernels import merge_states, nearest_centroid
 from msattn.kernels.bucket_mass import forward as bucket_mass
-from msattn.kernels.nearest_centroid import bucket_sums
 from msattn.kernels.testing import random_qkv
 from tests.kernels.cases.records import (
     CAPS,
@@ -54,18 +53,21 @@ def compile_merge_states(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 
 def compile_nearest_centroid(dtype: torch.dtype, head_size: int, sm: int) -> None:
-    k, buckets = (
+    k, num_buckets = (
         torch.zeros(1, 2, 200, head_size, dtype=dtype),
-        torch.zeros(1, 2, 200, dtype=torch.int32),
+        choose([256, 10], head_size, sm),
     )
-    num_buckets = choose([256, 10], head_size, sm)
     nearest_centroid.launch(k, torch.zeros(2, num_buckets, head_size))
-    nearest_centroid.launch_sums(k, buckets, num_buckets)
 
 
 def bucket_sums_arguments(device: str) -> Arguments:
     buckets = random_buckets(1, 2, 40, 7, device)
     return {"k": torch.randn(1, 2, 40, 64, device=device), "buckets": buckets, "num_buckets": 7}
+
+
+def compile_bucket_sums(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    k, buckets = torch.zeros(1, 2, 200, head_size, dtype=dtype), zeros(1, 2, 200, dtype=INT)
+    nearest_centroid.launch_sums(k, buckets, choose([256, 10], head_size, sm))
 
 
 CASES = {
@@ -120,9 +122,9 @@ CASES = {
         full_precision=("centroids",),
     ),
     "bucket_sums": Cases(
-        bucket_sums,
+        msattn.bucket_sums,
         bucket_sums_arguments,
-        None,
+        compile_bucket_sums,
         [
             ({"buckets": zeros(1, 2, 40)}, "buckets is torch.float32"),
             (

@@ -6,7 +6,6 @@ import torch
 
 import msattn
 from msattn.kernels import best_blocks
-from msattn.kernels.best_blocks import block_softmax
 from msattn.kernels.common import block_counts, block_masses, block_pooling, gate_rows
 from msattn.kernels.testing import starts
 from tests.kernels.cases.records import (
@@ -148,7 +147,6 @@ def best_blocks_arguments(device: str) -> Arguments:
 def compile_best_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
     for cols in (7, 2048, 65536):
         scores, visible = torch.zeros(2, 3, 2, cols), torch.ones(1, 1, 2, cols, dtype=torch.bool)
-        best_blocks.launch_softmax(scores, visible)
         best_blocks.launch_best(
             scores,
             torch.ones(2, 1, 2, 1, dtype=torch.int32),
@@ -164,6 +162,13 @@ def compile_best_blocks(dtype: torch.dtype, head_size: int, sm: int) -> None:
 def block_softmax_arguments(device: str) -> Arguments:
     given = best_blocks_arguments(device)
     return {"logits": given["scores"], "visible": given["visible"]}
+
+
+def compile_block_softmax(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    for cols in (7, 2048, 65536):
+        best_blocks.launch_softmax(
+            torch.zeros(2, 3, 2, cols), torch.ones(1, 1, 2, cols, dtype=torch.bool)
+        )
 
 
 CASES = {
@@ -261,10 +266,16 @@ CASES = {
         slow=("strides",),
     ),
     "block_softmax": Cases(
-        block_softmax,
+        msattn.block_softmax,
         block_softmax_arguments,
-        None,
-        [],
+        compile_block_softmax,
+        [
+            ({"logits": zeros(2, 4, 9)}, "logits is"),
+            ({"logits": zeros(2, 3, 4, 9, dtype=HALF)}, "logits is"),
+            ({"logits": zeros(2, 3, 9, 4).mT}, "logits.stride"),
+            ({"visible": zeros(1, 1, 4, 9)}, "visible is torch.float32"),
+            ({"visible": torch.ones(1, 1, 9, 4, dtype=torch.bool).mT}, "visible.stride"),
+        ],
         differentiable=True,
         read=lambda given: given["logits"][0, 0, 0, 2],
         unread=lambda given: given["logits"][0, 0, 0, 8:],
