@@ -43,13 +43,14 @@ def register_op(
         if parameter.default is Parameter.empty or parameter.name in mutates
     ]
     parameters = [each for parameter in given for each in _fields(parameter)]
+    takes = [_take(parameter) for parameter in given]  # once: it takes microseconds
 
     def dispatch(*arguments):
         *inputs, backend = arguments
         if backend == "triton":
             values = iter(inputs)
             with torch.cuda.device_of(inputs[0]):
-                return launch(*(_take(values, parameter) for parameter in given))
+                return launch(*(take(values) for take in takes))
         return reference(
             **{parameter.name: x for parameter, x in zip(parameters, inputs, strict=True)}
         )
@@ -77,11 +78,14 @@ def _fields(parameter: Parameter) -> list[Parameter]:
     ]
 
 
-def _take(values: Iterator[Any], parameter: Parameter) -> Any:
-    """Returns the next of ``values``, or those of a NamedTuple's fields as one."""
-    if not hasattr(parameter.annotation, "_fields"):
-        return next(values)
-    return parameter.annotation(*(next(values) for _ in parameter.annotation._fields))
+def _take(parameter: Parameter) -> Callable[[Iterator[Any]], Any]:
+    """Returns a function that takes the next of some values, or those of a NamedTuple's fields as
+    one.
+    """
+    record = parameter.annotation
+    if not hasattr(record, "_fields"):
+        return next
+    return lambda values: record(*(next(values) for _ in record._fields))
 
 
 def register_attention(
