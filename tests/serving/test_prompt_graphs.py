@@ -5,6 +5,7 @@ again.
 import copy
 from collections.abc import Iterator
 from contextlib import nullcontext
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -109,6 +110,30 @@ def test_replays_equal_ordinary_passes(options: dict[str, Any], where: str, emul
         padded = torch.ones_like(texts[0])
         padded[:, :9] = 0
         close(model(texts[0], attention_mask=padded).logits[:, 9:], model(texts[0][:, 9:]).logits)
+
+
+@torch.inference_mode()
+def test_a_graph_counts_nothing_of_other_threads(
+    where: str, emulated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a prompt is captured, another thread counts 5 passes, which are counted once."""
+    model, captured = tiny_model().to(where), prompt_graphs.captured
+
+    def captured_meanwhile(launch: Any) -> Any:
+        other = Thread(target=sparse.statistics.count, args=("dense_fallbacks", 5))
+        other.start()
+        other.join()
+        return captured(launch)
+
+    monkeypatch.setattr(prompt_graphs, "captured", captured_meanwhile)
+    with attach(model, gate=gate_for(model), **BLOCKS) as sparse:
+        steps: Any = vars(model.model)["forward"]
+        steps.prompts = steps.prompts or PromptGraphs(model.model, sparse.statistics)
+        counted = []
+        for seed in range(4):
+            run(model, random_tokens(1, 20, seed=seed).to(where), steps=1)
+            counted.append(sparse.stats()["dense_fallbacks"])
+    assert counted == [0, 5, 5, 5]
 
 
 @torch.inference_mode()

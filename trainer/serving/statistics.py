@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 import torch
@@ -36,6 +36,12 @@ def _shown(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value or "")
 
 
+class _Recorded(local):
+    """The counts that the current thread records instead of adding them, if it does."""
+
+    counts: Counter[Name] | None = None
+
+
 class Statistics:
     """Means of named values, which several threads may add, without synchronizing with the device
     before :meth:`mean`.
@@ -49,6 +55,7 @@ class Statistics:
     def __init__(self, timer: PhaseTimer | None = None, reads_per_head: int = 1) -> None:
         self.timer, self._reads_per_head = timer, reads_per_head
         self._counts: Counter[Name] = Counter()
+        self._recorded = _Recorded()
         # sums of values: fp64 scalars at fixed addresses
         self._totals: dict[tuple[Name, torch.device], Tensor] = {}
         self._key_counts: dict[tuple[Any, ...], Tensor] = {}
@@ -59,7 +66,7 @@ class Statistics:
     def add(self, name: Name, values: Tensor) -> None:
         """Adds the mean of a tensor to the values of ``name``."""
         with self._lock:
-            self._counts[name] += 1
+            self._counter[name] += 1
             total = self._total(name, values.device)
             total += values.detach().mean(dtype=torch.float64)
 
@@ -80,7 +87,7 @@ class Statistics:
     def add_selected(self, layer: int, selected: Tensor, candidates: RowCandidates) -> None:
         """Adds the share of the blocks that a pass did not read in a layer."""
         with self._lock:
-            self._counts[layer] += 1
+            self._counter[layer] += 1
             sparsity(selected, candidates, self._total(layer, selected.device))
 
     def sparsity(self) -> tuple[float | None, dict[int, float] | None]:
@@ -98,7 +105,7 @@ class Statistics:
     def count(self, name: Name, times: int = 1) -> None:
         """Counts ``name`` that many times."""
         with self._lock:
-            self._counts[name] += times
+            self._counter[name] += times
 
     def mean(self, name: str) -> float | None:
         """Returns the mean of the values of ``name``, or None if there are none."""
@@ -115,10 +122,25 @@ class Statistics:
         with self._lock:
             return self._counts.copy()
 
-    def count_again(self, counts: Counter[Name]) -> None:
-        """Adds the counts that a CUDA graph added when it was captured; a replay updates only
-        counters on the device.
+    @property
+    def _counter(self) -> Counter[Name]:
+        """The counter that the current thread adds to."""
+        return self._counts if self._recorded.counts is None else self._recorded.counts
+
+    @contextmanager
+    def recorded(self) -> Iterator[Counter[Name]]:
+        """Yields a counter that gets the counts of the current thread in the block, which captures
+        a CUDA graph: :meth:`count_again` adds them at each replay, which updates only counters on
+        the device.
         """
+        self._recorded.counts = counts = Counter()
+        try:
+            yield counts
+        finally:
+            self._recorded.counts = None
+
+    def count_again(self, counts: Counter[Name]) -> None:
+        """Adds the counts that were :meth:`recorded`."""
         with self._lock:
             self._counts += counts
 

@@ -107,10 +107,13 @@ class PromptGraph:
         device, began = next(iter(inputs.values())).device, time.monotonic()
         with on_capture_stream(device):
             hidden = launch(inputs, cache)
-        before = self.statistics.counts
         assert self.cache is not None
         try:
-            with on_capture_stream(device), shared_by_layers():
+            with (
+                on_capture_stream(device),
+                shared_by_layers(),
+                self.statistics.recorded() as self.counts,
+            ):
                 self.graph, self.hidden = captured(partial(launch, self.inputs, self.cache))
         except RuntimeError as error:
             self.cache = self.graph = self.hidden = None
@@ -120,9 +123,6 @@ class PromptGraph:
                 f"prompts: captured a CUDA graph in {time.monotonic() - began:.2f} s "
                 f"({tuple(inputs)})"
             )
-        self.counts = self.statistics.counts - before
-        # nothing has run
-        self.statistics.count_again(Counter({name: -times for name, times in self.counts.items()}))
         self.done.record()
         return hidden
 
