@@ -215,6 +215,17 @@ def test_generate_reads_no_mask_without_padding(monkeypatch: pytest.MonkeyPatch)
     assert [*names, model.config._attn_implementation] == ["msattn_tap", "msattn_flash_tap", "sdpa"]
 
 
+def test_a_manager_that_cannot_be_created_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (prompt,) = tiny_model(), prompts_of(40)
+    with attach_reading_all(model) as sparse:
+        with monkeypatch.context() as broken:
+            broken.setattr(model, "generation_config", None)
+            with pytest.raises(ValueError, match="GenerationConfig"):
+                model.init_continuous_batching()
+        assert model.config._attn_implementation == "msattn_tap"
+        assert together(model, sparse, [prompt]) == [alone(model, prompt)]
+
+
 def test_attention_sinks_are_refused() -> None:
     """In layers that are all served; those of gpt-oss have a window, too."""
     model = tiny_model()

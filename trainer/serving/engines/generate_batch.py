@@ -107,18 +107,24 @@ class Managers(NotCopied):
             )
         # transformers would warn of none
         pages, config.max_blocks_per_request = config.max_blocks_per_request, None
-        self.model.config._attn_implementation = BATCHED_IMPLEMENTATION  # until the context ends
-        manager = self.original(
-            generation_config=generation_config,
-            continuous_batching_config=config,
-            workload_hints=workload_hints,
-        )
-        if manager not in self._managers:
-            if pages is None:
-                pages = -(-_longest(self.model.config, workload_hints) // config.page_size)
-            self._configure(manager, config, pages)
-            with self._lock:
-                self._managers.add(manager)
+        config_of_model = self.model.config
+        with self._lock:
+            before = config_of_model._attn_implementation
+            config_of_model._attn_implementation = BATCHED_IMPLEMENTATION  # until the context ends
+            try:
+                manager = self.original(
+                    generation_config=generation_config,
+                    continuous_batching_config=config,
+                    workload_hints=workload_hints,
+                )
+                if manager not in self._managers:
+                    if pages is None:
+                        pages = -(-_longest(config_of_model, workload_hints) // config.page_size)
+                    self._configure(manager, config, pages)
+                    self._managers.add(manager)
+            except BaseException:
+                config_of_model._attn_implementation = before
+                raise
         return manager
 
     def generate_batch(self, inputs: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> Any:
