@@ -2,14 +2,15 @@
 key stores, which are the layers of a contiguous cache or groups of sequences of a paged one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from msattn.kernels.types import SparseAttention
+from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import BucketRouter, RoutedQueries
 from msattn.trainer.methods.selection import Selection
@@ -22,12 +23,7 @@ from msattn.trainer.models.layer_attention import (
 from msattn.trainer.models.replacement import NotCopied
 from msattn.trainer.models.rope import KeysNotKnown, Rotation
 from msattn.trainer.serving.contiguous.bucket_layers import BucketLayer
-from msattn.trainer.serving.contiguous.layers import (
-    NO_CACHE,
-    GrowingCache,
-    GrowingLayer,
-    TensorKeys,
-)
+from msattn.trainer.serving.contiguous.layers import NO_CACHE, GrowingCache, GrowingLayer
 from msattn.trainer.serving.dispatch import (
     BY_CHOICE,
     FALLBACK,
@@ -37,15 +33,86 @@ from msattn.trainer.serving.dispatch import (
     whole_window,
 )
 from msattn.trainer.serving.engines.batch_pages import batching_config
-from msattn.trainer.serving.paged.passes import PagedPass, PagedPasses, Prompts, Sequences
+from msattn.trainer.serving.paged.passes import PagedPass, PagedPasses, PromptPages, TokenPages
 from msattn.trainer.serving.statistics import SparseStats, Statistics
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig
 
-# stores of keys and values that have buckets
-InBuckets = BucketLayer | Sequences
 COUNTED = (FALLBACK, BY_CHOICE, "graph_steps", "eager_steps")
+
+
+class KeyStore(Protocol):
+    """Keys and values of a layer that attention can read, of all sequences of a pass or of a group.
+
+    What prompts need of it is :class:`PromptKeys`, what new tokens need :class:`TokenKeys`, and
+    :class:`BucketKeys` if they read buckets. ``TensorKeys`` (a pass without a cache) and
+    ``GrowingLayer`` (a layer of a contiguous cache) are the first two, ``BucketLayer`` all three.
+    Of a pass over pages, ``PromptPages`` are the first, ``TokenPages`` the others. ``x`` are the
+    inputs of the layer in the pass.
+    """
+
+    def read_all(self, x: LayerInputs) -> Tensor:
+        """Computes dense attention."""
+
+
+class PromptKeys(KeyStore, Protocol):
+    """A key store of sequences whose new tokens are read together."""
+
+    def scored(
+        self, x: LayerInputs, selection: Selection, rotation: Rotation | None
+    ) -> Iterable[LayerInputs]:
+        """Returns the inputs of a selection, with pooled keys for a gate: one for each block
+        mask.
+        """
+
+    def read_blocks(
+        self, x: LayerInputs, chosen: Sequence[Tensor], sizes: BlockSizes
+    ) -> SparseAttention:
+        """Computes attention over the blocks that were ``chosen`` for each of :meth:`scored`."""
+
+
+class TokenKeys(KeyStore, Protocol):
+    """A key store of sequences whose new tokens are read one by one."""
+
+    def size(self, x: LayerInputs) -> tuple[int, int | None]:
+        """Returns the number of sequences, and of keys of the longest one; None where only the
+        device knows it.
+        """
+
+    def visible(self, x: LayerInputs) -> Tensor | int | None:
+        """Returns the number of keys that the queries see in all rows and key/value heads; None if
+        they were counted when the pass began.
+        """
+
+
+class BucketKeys(TokenKeys, Protocol):
+    """A key store whose keys have buckets."""
+
+    def queries(self, x: LayerInputs, dispatch: Dispatch) -> list[RoutedQueries]:
+        """Returns the new tokens as batches of single queries."""
+
+    def counts(self, x: LayerInputs, statistics: Statistics) -> Tensor:
+        """Returns the counter of the keys that queries read, int64 ``[B, Hkv]``."""
+
+    def read_buckets(
+        self,
+        queries: RoutedQueries,
+        probes: Tensor,
+        *,
+        sink: int,
+        counts: Tensor | None = None,
+        by_head: bool = False,
+    ) -> SparseAttention:
+        """Computes the attention of one query per row over the first ``sink`` keys, the window and
+        the buckets ``probes``.
+
+        Probes are int32 ``[B, Hkv, L]``, ``[B, Hq, L]`` if query heads choose ``by_head``, without
+        repeated buckets in a row. The number of keys read is added to ``counts``.
+        """
+
+    def joined(self, x: LayerInputs, outs: list[Tensor]) -> Tensor:
+        """Returns the attention of the pass from that of each of :meth:`queries`."""
 
 
 class Sparse(NotCopied):
@@ -177,8 +244,8 @@ class Sparse(NotCopied):
         """
         self._write(current, x)
 
-        def attend(rows: Sequences | Prompts) -> Tensor:
-            if isinstance(rows, Sequences):
+        def attend(rows: TokenPages | PromptPages) -> Tensor:
+            if isinstance(rows, TokenPages):
                 return self._new_tokens(x, rows, rows)
             return self._prompt(x, rows, rows.decisions)
 
@@ -215,7 +282,7 @@ class Sparse(NotCopied):
         return x.cache
 
     def _prompt(
-        self, x: LayerInputs, keys: TensorKeys | Prompts, decisions: Sequence[Decision[Selection]]
+        self, x: LayerInputs, keys: PromptKeys, decisions: Sequence[Decision[Selection]]
     ) -> Tensor:
         """Returns the attention of tokens that are read together: ``decisions`` are those of the
         sequences, all sparse or all dense.
@@ -237,9 +304,7 @@ class Sparse(NotCopied):
             self.statistics.add("prefill_recall", attention_recall(lse, dense.lse))
         return out
 
-    def _new_tokens(
-        self, x: LayerInputs, keys: TensorKeys | Sequences, in_buckets: InBuckets | None
-    ) -> Tensor:
+    def _new_tokens(self, x: LayerInputs, keys: TokenKeys, in_buckets: BucketKeys | None) -> Tensor:
         """Returns the attention of tokens that are read one by one; ``in_buckets`` are the same
         keys, None if they have no buckets.
         """
@@ -258,7 +323,7 @@ class Sparse(NotCopied):
         with self.statistics.timed("attention"):
             return keys.read_all(x)
 
-    def _routed(self, keys: InBuckets, queries: RoutedQueries, routed: Routing) -> Tensor:
+    def _routed(self, keys: BucketKeys, queries: RoutedQueries, routed: Routing) -> Tensor:
         visited, state = self._read_buckets(keys, queries, routed)
         if (visible := keys.visible(queries.x)) is not None:
             self.statistics.add_visible(visible)
@@ -270,7 +335,7 @@ class Sparse(NotCopied):
         return state.out
 
     def _read_buckets(
-        self, keys: InBuckets, queries: RoutedQueries, routed: Routing
+        self, keys: BucketKeys, queries: RoutedQueries, routed: Routing
     ) -> tuple[Tensor, SparseAttention]:
         """Returns the visited buckets and the attention of single queries; the kernel counts the
         keys that it reads.

@@ -21,7 +21,7 @@ from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.rope import Rotation
 from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.dispatch import Dispatch
-from msattn.trainer.serving.paged.passes import PagedPass, Sequences
+from msattn.trainer.serving.paged.passes import PagedPass, TokenPages
 from msattn.trainer.serving.paged.state import PagedState, PromptChunk
 from tests.factory import prompts_of, random_partition, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, answer, pooled_again, together
@@ -41,7 +41,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     counts what it has seen.
     """
     counts: Counter[str] = Counter()
-    pool, read = PagedState.pool_keys, Sequences.queries
+    pool, read = PagedState.pool_keys, TokenPages.queries
 
     def pool_keys(
         state: PagedState, x: LayerInputs, prompt: PromptChunk, rotation: Rotation | None
@@ -53,7 +53,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts["recovered blocks"] += (prompt.keys - prompt.queries) // BLOCK - prompt.pooled
         return pooled
 
-    def queries(rows: Sequences, x: LayerInputs, dispatch: Dispatch) -> list[RoutedQueries]:
+    def queries(rows: TokenPages, x: LayerInputs, dispatch: Dispatch) -> list[RoutedQueries]:
         for table, length in zip(rows.table, rows.kv_len.tolist(), strict=True):
             if length > 0 and x.layer in rows.state.buckets:
                 keys, _ = rows.state.keys(x.layer, table, 0, length, x.k.dtype)
@@ -66,7 +66,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return read(rows, x, dispatch)
 
     monkeypatch.setattr(PagedState, "pool_keys", pool_keys)
-    monkeypatch.setattr(Sequences, "queries", queries)
+    monkeypatch.setattr(TokenPages, "queries", queries)
     return counts
 
 

@@ -209,7 +209,6 @@ class BucketLayer(GrowingLayer):
         return Buckets(lambda: sizes, summaries, BucketIndex(offsets, order))
 
     def counts(self, x: LayerInputs, statistics: Statistics) -> Tensor:
-        """Returns the counter of the keys that queries read, int64 ``[B, Hkv]``."""
         return statistics.key_counts(len(x.k), x.k.shape[1], x.k.device)
 
     def read_buckets(
@@ -221,12 +220,11 @@ class BucketLayer(GrowingLayer):
         counts: Tensor | None = None,
         by_head: bool = False,
     ) -> SparseAttention:
-        """Computes the attention of one query per row over the first ``sink`` keys, the window and
-        the buckets ``probes``.
+        """Computes attention over buckets; see
+        :meth:`~msattn.trainer.serving.attend.BucketKeys.read_buckets`.
 
-        Probes are int32 ``[B, Hkv, L]``, ``[B, Hq, L]`` if query heads choose ``by_head``, without
-        repeated buckets in a row. The number of keys read is added to ``counts``. If query heads
-        choose, the first ones of all groups are decoded together, then the second ones, and so on.
+        If query heads choose, the first ones of all groups are decoded together, then the second
+        ones, and so on.
         """
         if not by_head:
             return _decode(queries, probes, sink, counts)
@@ -242,7 +240,6 @@ class BucketLayer(GrowingLayer):
         )
 
     def joined(self, x: LayerInputs, outs: list[Tensor]) -> Tensor:
-        """Returns the attention of the pass from that of each of :meth:`queries`."""
         if x.num_queries == 1:
             return outs[0]
         return torch.stack([out.squeeze(2).transpose(0, 1) for out in outs])  # [Hq, N, D] each

@@ -29,8 +29,7 @@ from msattn.trainer.serving.contiguous.buffers import Buffer, PooledKeys
 class TensorKeys:
     """The keys ``x.k`` and values ``x.v`` of a pass; without a cache, those of its tokens.
 
-    The other key stores are the groups of sequences of :mod:`msattn.trainer.serving.paged.passes`,
-    whose methods of the same names do the same.
+    It is a key store (:class:`msattn.trainer.serving.attend.KeyStore`).
     """
 
     def knows_blocks(self, x: LayerInputs, gate: Gate | None, rotation: Rotation | None) -> bool:
@@ -40,29 +39,22 @@ class TensorKeys:
     def scored(
         self, x: LayerInputs, selection: Selection, rotation: Rotation | None
     ) -> Iterable[LayerInputs]:
-        """Returns the inputs of a selection, with pooled keys for a gate: one for each block
-        mask.
-        """
         return (x,)
 
     def read_blocks(
         self, x: LayerInputs, chosen: Sequence[Tensor], sizes: BlockSizes
     ) -> SparseAttention:
-        """Computes attention over the blocks that were ``chosen`` for each of :meth:`scored`."""
         return selected_attention(x, chosen[0], sizes)
 
     def read_all(self, x: LayerInputs) -> Tensor:
-        """Computes dense attention."""
         if x.num_queries == 1 and x.q.is_cuda and not x.q.requires_grad:
             return decoded_attention(x).out
         return dense_attention(x)
 
     def size(self, x: LayerInputs) -> tuple[int, int]:
-        """Returns the number of sequences, and of keys of the longest one."""
         return len(x.q), x.num_keys
 
     def visible(self, x: LayerInputs) -> Tensor | int:
-        """Returns the number of keys that the queries see in all rows and key/value heads."""
         rows, heads = x.k.shape[:2]
         if x.kv_len is None:
             # number for a row without padding

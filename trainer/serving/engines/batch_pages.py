@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from msattn.trainer.models.families import check_transformers
-from msattn.trainer.serving.paged.passes import PagedPass, PagedPasses, Sequences
+from msattn.trainer.serving.paged.passes import PagedPass, PagedPasses, TokenPages
 from msattn.trainer.serving.paged.state import PagedState
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _new_tokens(state: AllocatedState, block_table: Tensor, kv_len: Tensor) -> P
     position = (kv_len.long() - 1).clamp(min=0)
     pages = table.gather(1, position[:, None] // state.page_size).squeeze(1).long()
     pages = pages.where(kv_len > 0, state.free_page)
-    rows = Sequences(state, slice(None), table, kv_len, longest)
+    rows = TokenPages(state, slice(None), table, kv_len, longest)
     return PagedPass(state, pages, position % state.page_size, rows, [])
 
 

@@ -36,8 +36,8 @@ Rows = Tensor | slice
 
 
 @dataclass
-class Sequences:
-    """Sequences of a pass with one new token each, as a key store of every layer."""
+class TokenPages:
+    """Pages of the sequences of a pass with one new token each, as a key store of every layer."""
 
     state: PagedState
     tokens: Rows  # their new tokens in the pass
@@ -50,14 +50,10 @@ class Sequences:
     counted_len: Tensor | None = None
 
     def size(self, x: LayerInputs) -> tuple[int, int | None]:
-        """Returns the number of sequences, and of keys of the longest one; None where only the
-        device knows it.
-        """
         return len(self.kv_len), self.longest
 
     def visible(self, x: LayerInputs) -> None:
-        """Returns None: visible keys were counted when the pass began."""
-        return
+        return  # they were counted when the pass began
 
     def read_all(self, x: LayerInputs) -> Tensor:
         q = _tokens(x.q, self.tokens).unsqueeze(2)
@@ -113,9 +109,9 @@ class Sequences:
 
 
 @dataclass
-class Prompts:
-    """Sequences with several new tokens that one operation serves, as a key store of every layer:
-    all dense ones, or sparse ones of similar sizes.
+class PromptPages:
+    """Pages of sequences with several new tokens that one operation serves, as a key store of every
+    layer: all dense ones, or sparse ones of similar sizes.
 
     The block masks of sparse ones are padded to the largest and joined. With similar sizes the
     joint mask takes less than 4 times the memory of the separate ones, apart from the rest of a
@@ -185,11 +181,11 @@ class PagedPass:
     state: PagedState
     pages: Tensor  # int64 [T], where the key of each token goes, with the offsets
     offsets: Tensor
-    decoded: Sequences | None  # sequences with one new token; one with drafts is several of them
-    prompts: list[Prompts]  # the others, in groups
+    decoded: TokenPages | None  # sequences with one new token; one with drafts is several of them
+    prompts: list[PromptPages]  # the others, in groups
 
     @property
-    def groups(self) -> list[Sequences | Prompts]:
+    def groups(self) -> list[TokenPages | PromptPages]:
         """The sequences, in groups that one operation serves."""
         return [*([] if self.decoded is None else [self.decoded]), *self.prompts]
 
@@ -241,13 +237,13 @@ def _prompt(
 
 def _group(
     state: PagedState, members: list[tuple[int, PromptChunk, Decision[Selection]]], kv_len: Tensor
-) -> Prompts:
+) -> PromptPages:
     numbers, items, decisions = map(list, zip(*members, strict=True))
     counts = torch.tensor([0, *(item.queries for item in items)])
     cu_queries = counts.cumsum(0, dtype=torch.int32).to(kv_len.device)
     table = pad_sequence([item.table for item in items], batch_first=True)
     tokens = _rows(items, kv_len.device)
-    return Prompts(state, tokens, table, kv_len[numbers], items, decisions, cu_queries)
+    return PromptPages(state, tokens, table, kv_len[numbers], items, decisions, cu_queries)
 
 
 def _rows(items: list[PromptChunk], device: torch.device) -> Rows:
@@ -259,7 +255,7 @@ def _rows(items: list[PromptChunk], device: torch.device) -> Rows:
 
 def _decoded(
     state: PagedState, rows: list[tuple[int, int, int]], table: Tensor
-) -> Sequences | None:
+) -> TokenPages | None:
     """Returns the new tokens, by row, token and number of keys, as sequences with one each; None if
     there are none.
     """
@@ -268,7 +264,7 @@ def _decoded(
     numbers, tokens, keys = map(list, zip(*rows, strict=True))
     kv_len = torch.tensor(keys, dtype=torch.int32, device=table.device)
     where = torch.tensor(tokens, device=table.device)
-    return Sequences(state, where, table[numbers], kv_len, max(keys))
+    return TokenPages(state, where, table[numbers], kv_len, max(keys))
 
 
 class PagedPasses:
@@ -345,11 +341,11 @@ class PagedPasses:
         """Returns a pass over one token of each sequence, which never synchronizes with the device,
         as in a CUDA graph.
 
-        The arguments are the fields of :class:`PagedPass` and :class:`Sequences`. A sequence
+        The arguments are the fields of :class:`PagedPass` and :class:`TokenPages`. A sequence
         without keys is padding, and its page belongs to no sequence. ``longest`` may be an upper
         bound; in a graph it bounds all passes.
         """
-        rows = Sequences(state, slice(None), table, kv_len, longest)
+        rows = TokenPages(state, slice(None), table, kv_len, longest)
         return self.begin(PagedPass(state, pages, offsets, rows, []))
 
     def create_counters(self, state: PagedState) -> None:
@@ -393,7 +389,7 @@ class PagedPasses:
 
     def _groups(
         self, state: PagedState, prompts: list[tuple[int, PromptChunk]], kv_len: Tensor
-    ) -> list[Prompts]:
+    ) -> list[PromptPages]:
         """Returns the dense prompts in one group, and the sparse ones grouped by the binary digits
         of their numbers of queries and keys.
         """
