@@ -91,7 +91,7 @@ def test_replays_equal_ordinary_passes(options: dict[str, Any], where: str, emul
         expected, wanted = [run(model, ids)[0] for ids in texts], sparse.stats()
     with attach(model, **options) as sparse:
         steps: Any = vars(model.model)["forward"]
-        steps.prompts = steps.prompts or PromptGraphs(model.model, sparse.statistics)
+        steps.prompts = steps.prompts or PromptGraphs(model.model, sparse)
         steps.cuda_graphs = where == "cuda"
         found = [run(model, ids) for ids in texts]
         graphs: list[Any] = list(steps.prompts._graphs.values())
@@ -128,7 +128,7 @@ def test_a_graph_counts_nothing_of_other_threads(
     monkeypatch.setattr(prompt_graphs, "captured", captured_meanwhile)
     with attach(model, gate=gate_for(model), **BLOCKS) as sparse:
         steps: Any = vars(model.model)["forward"]
-        steps.prompts = steps.prompts or PromptGraphs(model.model, sparse.statistics)
+        steps.prompts = steps.prompts or PromptGraphs(model.model, sparse)
         counted = []
         for seed in range(4):
             run(model, random_tokens(1, 20, seed=seed).to(where), steps=1)
@@ -140,14 +140,14 @@ def test_a_graph_counts_nothing_of_other_threads(
 def test_what_is_not_a_graph(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     with attach(model, **ROUTED) as sparse:
-        graphs = PromptGraphs(model.model, sparse.statistics)
+        graphs = PromptGraphs(model.model, sparse)
         cache, ids = DynamicCache(config=model.config), random_tokens(1, 20)
         assert not graphs.serves({}, cache)
-        assert not graphs.serves({"input_ids": ids}, None)
+        assert graphs.run({"input_ids": ids}, model.model.forward) is None  # there is no cache
         model(ids, past_key_values=cache)
         assert not graphs.serves({"input_ids": ids}, cache)  # it has tokens
         monkeypatch.setattr(prompt_graphs, "MAX_TOKENS", 19)
         empty = DynamicCache(config=model.config)
         install_layers(empty, None, num_layers=len(empty.layers))
         assert graphs.serves({"input_ids": ids}, empty)
-        assert not PromptGraphs(model.model, sparse.statistics).serves({"input_ids": ids}, empty)
+        assert not PromptGraphs(model.model, sparse).serves({"input_ids": ids}, empty)

@@ -1,4 +1,5 @@
-"""The tensors of a decoding step, at fixed addresses, and its capture as a CUDA graph.
+"""The tensors of a decoding step, at fixed addresses, its capture as a CUDA graph, and the passes
+that cannot be captured.
 
 The host launches a step once, into a graph, and then replays this graph for each token: one launch
 instead of about 600. Values that change from token to token are written to the tensors of the step
@@ -21,9 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from msattn.trainer.models.replacement import NotCopied
+from msattn.trainer.models.tap import CACHE
+from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.contiguous.buffers import Buffer
 from msattn.trainer.serving.contiguous.layers import GrowingCache
 
+# tensors of a pass at fixed addresses
+INPUTS = ("input_ids", "inputs_embeds", "position_ids")
+OTHER_ARGUMENTS = ("attention_mask", CACHE, "use_cache", "cache_position", "return_dict")
 UNKNOWN = -1
 _capturing = threading.Lock()
 logger = logging.getLogger(__name__)
@@ -209,3 +215,61 @@ def uncapturable(decoder: nn.Module) -> str | None:
             ):
                 return f"the module {name} has a forward hook, which a graph would not call"
     return None
+
+
+def uncapturable_pass(decoder: Any, sparse: Sparse, arguments: dict[str, Any]) -> str | None:
+    """Returns the reason why a pass with these arguments can neither be a step nor the graph of a
+    prompt, or None.
+    """
+    others = {name: arguments[name] for name in arguments.keys() - {*INPUTS, *OTHER_ARGUMENTS}}
+    given = [name for name, value in others.items() if value is not None and value is not False]
+    if given:
+        return f"the argument {given[0]} is given"
+    if arguments.get("return_dict") is False or getattr(
+        decoder.config, "output_hidden_states", False
+    ):
+        return "other outputs than the last hidden states are asked for"
+    if torch.is_grad_enabled():
+        return "gradients are recorded"
+    if torch.is_autocast_enabled(Step.device_type):
+        return "autocast is on"
+    dynamic = sparse.rotation is None
+    return "the angles of dynamic RoPE depend on the length" if dynamic else None
+
+
+def model_state(decoder: nn.Module, sparse: Sparse) -> tuple:
+    """Returns what a captured graph depends on: addresses of the weights of model, gate and router,
+    the model's mode, adapters and hooks.
+    """
+    routed, gate = sparse.dispatch.routed, sparse.dispatch.gate
+    modules = filter(None, (decoder, gate, None if routed is None else routed.router))
+    addresses = tuple(
+        _address(x) for module in modules for x in (*module.parameters(), *module.buffers())
+    )
+    tuners: list[Any] = [each for each in decoder.modules() if hasattr(each, "merged_adapters")]
+    adapters = [
+        f"{each.disable_adapters} {each.active_adapters} {each.merged_adapters} "
+        f"{getattr(each, 'scaling', None)}"
+        for each in tuners
+    ]
+    return addresses, decoder.training, tuple(adapters), uncapturable(decoder)
+
+
+def inputs_of(arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """Returns the tensors among the arguments of a pass that a graph reads at fixed addresses."""
+    return {name: arguments[name] for name in INPUTS if arguments.get(name) is not None}
+
+
+def tokens_of(inputs: dict[str, Tensor]) -> Tensor:
+    """Returns the ids or embeddings among these tensors."""
+    return next(iter(inputs.values()))
+
+
+def _address(x: Tensor) -> int:
+    """Returns a number that changes when a weight is replaced; some quantized ones have no address
+    of their own.
+    """
+    try:
+        return x.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return id(x)

@@ -17,11 +17,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from msattn.trainer.methods.blocks import shared_by_layers
 from msattn.trainer.models.replacement import NotCopied
+from msattn.trainer.models.tap import CACHE, left_padding
+from msattn.trainer.serving.attend import Sparse
 from msattn.trainer.serving.contiguous.layers import GrowingCache, GrowingLayer
-from msattn.trainer.serving.graphs.capture import captured, on_capture_stream, uncapturable
+from msattn.trainer.serving.graphs.capture import (
+    captured,
+    inputs_of,
+    model_state,
+    on_capture_stream,
+    tokens_of,
+    uncapturable,
+    uncapturable_pass,
+)
 from msattn.trainer.serving.statistics import Statistics
 
 # matrix products of a layer, 0.5 ms on an H100: larger ones take longer than their launches
@@ -36,8 +47,8 @@ Launch = Callable[[dict[str, Tensor], GrowingCache], Tensor]
 class PromptGraphs(NotCopied):
     """CUDA graphs of one decoder's prompts, by shape; the latest graphs are kept."""
 
-    def __init__(self, decoder: Any, statistics: Statistics) -> None:
-        self.decoder, self.statistics = decoder, statistics
+    def __init__(self, decoder: Any, sparse: Sparse) -> None:
+        self.decoder, self.sparse = decoder, sparse
         weights = sum(parameter.numel() for parameter in decoder.layers.parameters()) / len(
             decoder.layers
         )
@@ -46,12 +57,11 @@ class PromptGraphs(NotCopied):
         self._graphs: OrderedDict[tuple, PromptGraph | None] = OrderedDict()
         self._lock = Lock()
 
-    def serves(self, inputs: dict[str, Tensor], cache: GrowingCache | None) -> bool:
+    def serves(self, inputs: dict[str, Tensor], cache: GrowingCache) -> bool:
         """Returns True if a prompt with an empty cache may become a graph."""
         tokens = next(iter(inputs.values()), None)
         if (
             tokens is None
-            or cache is None
             or tokens.ndim < 2
             or not 1 < tokens.shape[0] * tokens.shape[1] <= self._most_tokens
         ):
@@ -62,15 +72,38 @@ class PromptGraphs(NotCopied):
         )
 
     def run(
-        self, inputs: dict[str, Tensor], cache: GrowingCache, state: tuple, launch: Launch
-    ) -> Tensor | None:
-        """Fills the cache and returns the last hidden states; None for the first prompt of a shape,
-        and if there is no graph.
-
-        ``state`` is what a graph has fixed of the model.
+        self, arguments: dict[str, Any], forward: Callable[..., Any]
+    ) -> BaseModelOutputWithPast | None:
+        """Returns the output of a prompt without padding that runs as a graph, in place of the
+        decoder's ``forward`` pass; None for other passes, for the first prompt of a shape, and if
+        there is no graph.
         """
+        inputs, cache = inputs_of(arguments), arguments.get(CACHE)
+        mask = arguments.get("attention_mask")
+        if (
+            cache is None
+            or not self.serves(inputs, cache)
+            or uncapturable_pass(self.decoder, self.sparse, arguments)
+            or not _is_whole(mask, tokens_of(inputs))
+        ):
+            return None
+
+        def launch(inputs: dict[str, Tensor], cache: GrowingCache) -> Tensor:
+            own = {CACHE: cache, "attention_mask": None, "cache_position": None}
+            return forward(**{**arguments, **inputs, **own}).last_hidden_state
+
+        hidden = self._hidden(inputs, cache, launch)
+        if hidden is None:
+            return None
+        return BaseModelOutputWithPast(last_hidden_state=hidden, **{CACHE: cache})
+
+    def _hidden(
+        self, inputs: dict[str, Tensor], cache: GrowingCache, launch: Launch
+    ) -> Tensor | None:
+        """Fills the cache and returns the last hidden states, or None."""
         kinds = tuple((type(layer), layer.max_cache_len) for layer in cache.layers)
-        signature = (tuple((name, x.shape, x.dtype) for name, x in inputs.items()), kinds, state)
+        shapes = tuple((name, x.shape, x.dtype) for name, x in inputs.items())
+        signature = shapes, kinds, model_state(self.decoder, self.sparse)
         with self._lock:
             seen, graph = signature in self._graphs, self._graphs.pop(signature, None)
             self._graphs[signature] = graph
@@ -79,7 +112,7 @@ class PromptGraphs(NotCopied):
                     self._graphs.popitem(last=False)
                 return None
             if graph is None:
-                graph = self._graphs[signature] = PromptGraph(inputs, cache, self.statistics)
+                graph = self._graphs[signature] = PromptGraph(inputs, cache, self.sparse.statistics)
                 return None if uncapturable(self.decoder) else graph.begin(inputs, cache, launch)
             return graph.replay(inputs, cache)
 
@@ -140,3 +173,10 @@ class PromptGraph:
         self.done.record()
         self.statistics.count_again(self.counts)
         return hidden
+
+
+def _is_whole(mask: Any, tokens: Tensor) -> bool:
+    """Returns True for the mask of a prompt without padding, and without a mask."""
+    return mask is None or (
+        isinstance(mask, Tensor) and mask.shape == tokens.shape[:2] and not any(left_padding(mask))
+    )

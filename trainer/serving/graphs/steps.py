@@ -34,22 +34,23 @@ from msattn.trainer.serving.graphs.capture import (
     Step,
     buffers_of,
     captured,
+    inputs_of,
+    model_state,
     on_capture_stream,
     side_stream,
+    tokens_of,
     uncapturable,
+    uncapturable_pass,
 )
 from msattn.trainer.serving.graphs.fused import FusedAttention, fused
 from msattn.trainer.serving.graphs.prompt_graphs import PromptGraphs
 
-# tensors of a step that change from token to token
-INPUTS = ("input_ids", "inputs_embeds", "position_ids")
-OTHER_ARGUMENTS = ("attention_mask", CACHE, "use_cache", "cache_position", "return_dict")
 logger = logging.getLogger(__name__)
 
 
 class DecodingSteps(NotCopied):
-    """Forward pass of an attached decoder: steps over single tokens where possible, otherwise the
-    original pass.
+    """Forward pass of an attached decoder: a step over single tokens or the graph of a prompt where
+    possible, otherwise the original pass.
 
     With ``cuda_graphs`` steps are captured; otherwise they are launched kernel by kernel.
     """
@@ -64,11 +65,9 @@ class DecodingSteps(NotCopied):
         )
         self.never = _never_steps(decoder)
         self.current = CurrentStep()
-        self.prompts = (
-            PromptGraphs(decoder, sparse.statistics)
-            if self.cuda_graphs and self.never is None
-            else None
-        )
+        self.measured = sparse.measure_recall or sparse.statistics.timer is not None
+        captures_prompts = self.cuda_graphs and self.never is None and not self.measured
+        self.prompts = PromptGraphs(decoder, sparse) if captures_prompts else None
         self._steps: WeakKeyDictionary[GrowingCache, Step] = WeakKeyDictionary()
         self._warned: set[str] = set()
 
@@ -96,54 +95,29 @@ class DecodingSteps(NotCopied):
             return self.original(*args, **arguments)
         cache: GrowingCache | None = arguments.get(CACHE)
         inputs = _step_inputs(arguments)
-        measured = self.sparse.measure_recall or self.sparse.statistics.timer is not None
-        if inputs is None and not measured and (output := self._prompt(arguments)) is not None:
+        if (
+            inputs is None
+            and self.prompts is not None
+            and (output := self.prompts.run(arguments, self.original)) is not None
+        ):
             return output
         if (
             inputs is None
             or cache is None
-            or measured
+            or self.measured
             or cache.get_seq_length() == 0
-            or _tokens(inputs).device.type != Step.device_type
+            or tokens_of(inputs).device.type != Step.device_type
         ):
             return self._ordinary_pass(arguments)
         try:
-            self._check(arguments)
+            if reason := self.never or uncapturable_pass(self.decoder, self.sparse, arguments):
+                raise NoGraph(reason)
             output = self._next_token(cache, inputs, arguments)
-        except NoGraph as reason:
-            self._warn(str(reason))
+        except NoGraph as error:
+            self._warn(str(error))
             self.sparse.statistics.count("eager_steps")
             output = None
         return self._ordinary_pass(arguments) if output is None else output
-
-    def _prompt(self, arguments: dict[str, Any]) -> Any:
-        """Returns the output of a whole prompt that runs as a graph; None for other passes and if
-        it is not captured.
-        """
-        inputs = {name: arguments[name] for name in INPUTS if arguments.get(name) is not None}
-        cache, mask = arguments.get(CACHE), arguments.get("attention_mask")
-        if self.prompts is None or cache is None or not self.prompts.serves(inputs, cache):
-            return None
-        try:
-            self._check(arguments)
-        except NoGraph:
-            return None
-        whole = mask is None or (
-            isinstance(mask, Tensor) and mask.shape == _tokens(inputs).shape[:2]
-        )
-        if not whole or _padding(mask, None):
-            return None
-
-        def launch(inputs: dict[str, Tensor], cache: GrowingCache) -> Tensor:
-            own = {CACHE: cache, "attention_mask": None, "cache_position": None}
-            return self.original(**{**arguments, **inputs, **own}).last_hidden_state
-
-        hidden = self.prompts.run(inputs, cache, self._model_state(), launch)
-        return (
-            None
-            if hidden is None
-            else BaseModelOutputWithPast(last_hidden_state=hidden, **{CACHE: cache})
-        )
 
     def _ordinary_pass(self, arguments: dict[str, Any]) -> Any:
         cache: GrowingCache | None = arguments.get(CACHE)
@@ -164,7 +138,7 @@ class DecodingSteps(NotCopied):
         mask = arguments.get("attention_mask")
         step = self._steps.get(cache)
         if mask is not None and not (
-            isinstance(mask, Tensor) and mask.shape == (len(_tokens(inputs)), length + 1)
+            isinstance(mask, Tensor) and mask.shape == (len(tokens_of(inputs)), length + 1)
         ):
             return None  # the ordinary pass converts or refuses it
         computed, hidden = _computed(mask), None
@@ -187,25 +161,6 @@ class DecodingSteps(NotCopied):
         held = arguments[CACHE]
         return BaseModelOutputWithPast(last_hidden_state=hidden.clone(), **{CACHE: held})
 
-    def _check(self, arguments: dict[str, Any]) -> None:
-        """Raises NoGraph if the pass cannot be a step."""
-        others = {name: arguments[name] for name in arguments.keys() - {*INPUTS, *OTHER_ARGUMENTS}}
-        given = [name for name, value in others.items() if value is not None and value is not False]
-        if given:
-            raise NoGraph(f"the argument {given[0]} is given")
-        if arguments.get("return_dict") is False or getattr(
-            self.decoder.config, "output_hidden_states", False
-        ):
-            raise NoGraph("other outputs than the last hidden states are asked for")
-        if torch.is_grad_enabled():
-            raise NoGraph("gradients are recorded")
-        if torch.is_autocast_enabled(Step.device_type):
-            raise NoGraph("autocast is on")
-        if self.never is not None:
-            raise NoGraph(self.never)
-        if self.sparse.rotation is None:
-            raise NoGraph("the angles of dynamic RoPE depend on the length")
-
     def _step(
         self, cache: GrowingCache, inputs: dict[str, Tensor], padding: list[int]
     ) -> Step | None:
@@ -214,7 +169,7 @@ class DecodingSteps(NotCopied):
         """
         length, step = cache.get_seq_length(), self._steps.get(cache)
         layers = cache.layers
-        until_routed = self.sparse.dispatch.tokens_until_routed(length + 1, len(_tokens(inputs)))
+        until_routed = self.sparse.dispatch.tokens_until_routed(length + 1, len(tokens_of(inputs)))
         indexed = [] if until_routed else self.sparse.bucket_layers(cache)
         if any(layer.rebuild_due(1) for layer in indexed):
             return None
@@ -222,7 +177,13 @@ class DecodingSteps(NotCopied):
             layer.reserve_token()
         shapes = tuple((name, x.shape, x.dtype) for name, x in inputs.items())
         addresses = tuple(layer.addresses() for layer in layers)
-        signature = (shapes, until_routed > 0, bool(padding), self._model_state(), addresses)
+        signature = (
+            shapes,
+            until_routed > 0,
+            bool(padding),
+            model_state(self.decoder, self.sparse),
+            addresses,
+        )
         if step is None or step.signature != signature:
             step = self._steps[cache] = Step(
                 signature, inputs, dense=until_routed > 0, padded=bool(padding)
@@ -231,25 +192,6 @@ class DecodingSteps(NotCopied):
         until_rebuild = [layer.rebuild_every - length + layer.indexed - 1 for layer in indexed]
         step.lasts(min(room, until_routed or room, *until_rebuild), buffers_of(cache))
         return step
-
-    def _model_state(self) -> tuple:
-        """Returns what a captured graph depends on: addresses of the weights of model, gate and
-        router, the model's mode, adapters and hooks.
-        """
-        routed, gate = self.sparse.dispatch.routed, self.sparse.dispatch.gate
-        modules = filter(None, (self.decoder, gate, None if routed is None else routed.router))
-        addresses = tuple(
-            _address(x) for module in modules for x in (*module.parameters(), *module.buffers())
-        )
-        tuners: list[Any] = [
-            each for each in self.decoder.modules() if hasattr(each, "merged_adapters")
-        ]
-        adapters = [
-            f"{each.disable_adapters} {each.active_adapters} {each.merged_adapters} "
-            f"{getattr(each, 'scaling', None)}"
-            for each in tuners
-        ]
-        return addresses, self.decoder.training, tuple(adapters), uncapturable(self.decoder)
 
     def _run(
         self,
@@ -322,7 +264,7 @@ def _step_inputs(arguments: dict[str, Any]) -> dict[str, Tensor] | None:
     """Returns the tensors of one new token per sequence; None if the pass is over several
     tokens.
     """
-    inputs = {name: arguments[name] for name in INPUTS if arguments.get(name) is not None}
+    inputs = inputs_of(arguments)
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
     if tokens is None or tokens.shape[1] != 1 or arguments.get(CACHE) is None:
         return None
@@ -330,21 +272,6 @@ def _step_inputs(arguments: dict[str, Any]) -> dict[str, Tensor] | None:
         length = arguments[CACHE].get_seq_length()
         inputs["position_ids"] = torch.full((len(tokens), 1), length, device=tokens.device)
     return inputs
-
-
-def _tokens(inputs: dict[str, Tensor]) -> Tensor:
-    """Returns the ids or embeddings among the inputs of a step."""
-    return next(iter(inputs.values()))
-
-
-def _address(x: Tensor) -> int:
-    """Returns a number that changes when a weight is replaced; some quantized ones have no address
-    of their own.
-    """
-    try:
-        return x.data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return id(x)
 
 
 def _computed(mask: Tensor | None) -> torch.cuda.Event | None:
