@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 from msattn.trainer.commands.jobs import COMMANDS, Command
+from msattn.trainer.errors import (
+    Fault,
+    UserError,
+    check_working_directory,
+    exit_process,
+    named_output_errors,
+    report_error,
+    warnings_as_lines,
+)
 from msattn.trainer.signals import end_at_once, end_silently, handle, handled
+from msattn.trainer.version import __version__
 
 with handled(end_at_once):
     import typer
@@ -36,7 +46,6 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         from msattn.trainer.config.values import nearest, shown
-        from msattn.trainer.errors import UserError
 
         if args and args[0] not in self.commands:
             raise UserError(f"{shown(args[0])}: no such command{nearest(args[0], self.commands)}")
@@ -109,8 +118,6 @@ app = typer.Typer(
 
 
 def _print_version(wanted: bool) -> None:
-    from msattn.trainer.version import __version__
-
     if wanted:
         typer.echo(f"msattn {__version__}")
         raise typer.Exit
@@ -133,8 +140,6 @@ def options(version: Version = False) -> None:
     """Sparse attention for long-context language models: train, evaluate and use gates and query
     classifiers.
     """
-    from msattn.trainer.errors import check_working_directory
-
     check_working_directory()
 
 
@@ -143,8 +148,6 @@ def _stopped_by_signals() -> Iterator[None]:
     """Turns Ctrl-C and SIGTERM into exit codes and prints the job's message, e.g. the path of its
     checkpoint.
     """
-    from msattn.trainer.errors import report_error
-
     try:
         yield
     except KeyboardInterrupt as stop:
@@ -166,7 +169,6 @@ def _run(
     from msattn.trainer.commands.compose import check_keys, show
     from msattn.trainer.commands.launch import launch
     from msattn.trainer.commands.own import is_own, own_overrides
-    from msattn.trainer.errors import warnings_as_lines
 
     with _stopped_by_signals(), warnings_as_lines():
         given = overrides or []
@@ -199,7 +201,6 @@ def _generate(
     multirun: Multirun = False,
 ) -> None:
     from msattn.trainer.commands.own import read_prompt
-    from msattn.trainer.errors import UserError
 
     if chat and multirun:
         raise UserError("--chat: only one chat runs at a time; remove --multirun")
@@ -361,7 +362,6 @@ def doctor(
     """
     from msattn.trainer.commands.doctor import doctor as run
     from msattn.trainer.commands.doctor_model import doctor_model
-    from msattn.trainer.errors import UserError
 
     if None not in (argument, model):
         raise UserError(f"--model {model} and {argument}: give one of the two")
@@ -403,14 +403,6 @@ def _open_streams() -> None:
 
 
 def _main(arguments: list[str]) -> NoReturn:
-    from msattn.trainer.errors import (
-        Fault,
-        UserError,
-        exit_process,
-        named_output_errors,
-        report_error,
-    )
-
     try:
         with named_output_errors():
             code = app(arguments or ["--help"], prog_name="msattn", standalone_mode=False)

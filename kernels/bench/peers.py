@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from msattn.kernels.bench.cases import Function, Layer, Peer
@@ -56,8 +57,6 @@ def _prepare_dense(backend: str, causal: bool, device: str) -> Function:
 
 
 def _dense(backend: str, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     with sdpa_kernel(getattr(SDPBackend, backend)):
         return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 

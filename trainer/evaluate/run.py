@@ -18,7 +18,7 @@ from msattn.trainer.evaluate.report import compare, tables, verdict
 from msattn.trainer.evaluate.report.context import CPU_NOTE, context
 from msattn.trainer.evaluate.row import EvalRow
 from msattn.trainer.evaluate.task import lengths_of, prepare, task_module, task_of
-from msattn.trainer.progress import estimate
+from msattn.trainer.progress import Progress, estimate
 from msattn.trainer.storage.lock import locked
 from msattn.trainer.storage.replace import clean_up, replace_folder
 
@@ -61,7 +61,6 @@ def _load_job(cfg: EvalRunConfig) -> "Job":
     from msattn.trainer.evaluate import calibration
     from msattn.trainer.evaluate.compared import find_compared
     from msattn.trainer.evaluate.job import Job, PartialRows, check_texts, reads_data, settings_of
-    from msattn.trainer.progress import Progress
 
     if cfg.data.is_library and reads_data(cfg):
         _name_library(cfg, "eval")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from msattn.trainer.config import ModelConfig, nearest
 from msattn.trainer.config.values import shown
@@ -270,7 +271,6 @@ def _pretrained(
     dtype: torch.dtype,
     trust_remote_code: bool,
 ) -> "PreTrainedModel":
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, GgufConfig
 
     trust_remote_code = trust_remote_code and files.gguf is None

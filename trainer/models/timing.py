@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.generation.streamers import BaseStreamer
 
 from msattn.trainer.models.families import text_config
@@ -126,8 +127,6 @@ def use_backend(kernel: str | None) -> Iterator[None]:
     Raises BackendUnavailable if device memory is too small, or PyTorch has no such backend for the
     inputs.
     """
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     try:
         if kernel is None:
             yield

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from msattn.trainer import models
@@ -96,8 +97,6 @@ def read_weights(
 
 def _load(files: ModelFiles) -> dict[str, Any]:
     """Returns the objects in the file of weights; no code in it runs."""
-    from safetensors.torch import load_file
-
     name = next((name for name in WEIGHTS if files.find(name) is not None), None)
     path = None if name is None else files.find(name)
     if path is None:
