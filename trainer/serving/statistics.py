@@ -36,12 +36,6 @@ def _shown(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value or "")
 
 
-class _Recorded(local):
-    """The counts that the current thread records instead of adding them, if it does."""
-
-    counts: Counter[Name] | None = None
-
-
 class Statistics:
     """Means of named values, which several threads may add, without synchronizing with the device
     before :meth:`mean`.
@@ -55,7 +49,7 @@ class Statistics:
     def __init__(self, timer: PhaseTimer | None = None, reads_per_head: int = 1) -> None:
         self.timer, self._reads_per_head = timer, reads_per_head
         self._counts: Counter[Name] = Counter()
-        self._recorded = _Recorded()
+        self._recorded = local()  # has counts in a thread that records its own
         # sums of values: fp64 scalars at fixed addresses
         self._totals: dict[tuple[Name, torch.device], Tensor] = {}
         self._key_counts: dict[tuple[Any, ...], Tensor] = {}
@@ -125,7 +119,7 @@ class Statistics:
     @property
     def _counter(self) -> Counter[Name]:
         """The counter that the current thread adds to."""
-        return self._counts if self._recorded.counts is None else self._recorded.counts
+        return vars(self._recorded).get("counts", self._counts)
 
     @contextmanager
     def recorded(self) -> Iterator[Counter[Name]]:
@@ -137,7 +131,7 @@ class Statistics:
         try:
             yield counts
         finally:
-            self._recorded.counts = None
+            del self._recorded.counts
 
     def count_again(self, counts: Counter[Name]) -> None:
         """Adds the counts that were :meth:`recorded`."""
