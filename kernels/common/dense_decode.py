@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import has_aligned_rows
-from msattn.kernels.common.fp8 import head_stride, load_scale
+from msattn.kernels.common.fp8 import head_stride, load_scale, queries_of_products
 from msattn.kernels.common.paged_tiles import load_pages
 from msattn.kernels.common.primitives import (
     LN_2,
@@ -230,6 +230,7 @@ def _split_dense_decode_kernel(
         + (head.to(tl.int64) * stride_qh + packed % num_queries * stride_qn)[:, None]
     )
     b_q = tl.load(q_ptrs + o_d[None, :] * stride_qd, mask=m_d[None, :], other=0.0)  # [BM, BD]
+    b_q = queries_of_products(b_q, k_ptr)
     k_ptr += kv_head.to(tl.int64) * stride_kh
     v_ptr += kv_head.to(tl.int64) * stride_vh
     if PAGE is not None:

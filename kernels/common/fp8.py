@@ -9,6 +9,7 @@ from msattn.kernels.common.primitives import tl, triton
 
 FP8 = torch.float8_e4m3fn
 LARGEST = tl.constexpr(448.0)
+LARGEST_FP16 = tl.constexpr(65504.0)
 
 
 def quantize(x: Tensor, scale: Tensor | None) -> Tensor:
@@ -45,6 +46,20 @@ def to_fp8(x, scale):
     exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
     shift = 1.5 * (exponent + (20 << 23)).to(tl.float32, bitcast=True)
     return ((x + shift) - shift).to(tl.float8e4nv)
+
+
+@triton.jit
+def queries_of_products(q, stored_ptr):
+    """Returns queries in the type of products with stored keys: bf16 ones in fp16 if these are in
+    FP8, because GPUs convert two numbers of FP8 to fp16 at once, and to bf16 by way of fp16.
+
+    Finite queries beyond the range of fp16 are saturated.
+    """
+    if stored_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+        q = q.to(tl.float32)
+        finite = tl.abs(q) < float("inf")
+        q = tl.where(finite, tl.clamp(q, -LARGEST_FP16, LARGEST_FP16), q).to(tl.float16)
+    return q
 
 
 @triton.jit

@@ -39,7 +39,7 @@ from msattn.kernels.common.checks import (
     resolve_scale,
     resolve_softcap,
 )
-from msattn.kernels.common.fp8 import head_stride, load_scale
+from msattn.kernels.common.fp8 import head_stride, load_scale, queries_of_products
 from msattn.kernels.common.paged_checks import check_paged_keys
 from msattn.kernels.common.paged_tiles import packed_span
 from msattn.kernels.common.primitives import (
@@ -296,6 +296,7 @@ def _paged_block_sparse_attention_kernel(
         mask=stored,
         other=0.0,
     )
+    q = queries_of_products(q, k_ptr)
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, COLS], tl.float32)

@@ -39,7 +39,7 @@ from msattn.kernels.common.checks import (
     resolve_softcap,
 )
 from msattn.kernels.common.decode_tiles import default_tile, dense_window, load_group, store_split
-from msattn.kernels.common.fp8 import head_stride, load_scale
+from msattn.kernels.common.fp8 import head_stride, load_scale, queries_of_products
 from msattn.kernels.common.paged_checks import MAX_BUCKETS, check_paged_decode
 from msattn.kernels.common.paged_tiles import load_pages
 from msattn.kernels.common.primitives import (
@@ -284,6 +284,7 @@ def _split_paged_bucket_decode_kernel(
     o_d = tl.arange(0, BD)
     m_d = o_d < HEAD
     b_q = load_group(q_ptr, batch, kv_head, group, stride_qb, stride_qh, stride_qd, HEAD, BH, BD)
+    b_q = queries_of_products(b_q, k_ptr)
     m = tl.full([BH], float("-inf"), tl.float32)
     l = tl.zeros([BH], tl.float32)
     acc = tl.zeros([BH, BD], tl.float32)

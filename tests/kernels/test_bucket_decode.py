@@ -165,6 +165,10 @@ IN_FP8 = [  # groups of 1, 3, 4 and 7
         *(("bucket_decode", case) for case in (CAPPED[0], *CASES, *CAPPED[1:])),
         *(("paged", case) for case in PAGED),
         *(("paged in FP8", case) for case in IN_FP8),
+        *(
+            pytest.param("paged in FP8", case._replace(dtype=torch.bfloat16), marks=pytest.mark.gpu)
+            for case in IN_FP8
+        ),
     ],
     ids=str,
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from msattn.kernels.common import dense_decode
 from msattn.kernels.common.checks import query_offset
+from msattn.kernels.common.fp8 import FP8
 from msattn.kernels.common.primitives import tl, triton
 from msattn.kernels.flash_decode import flash_decode
 from msattn.kernels.flash_decode.score_mod import alibi, sliding_window, softcap
@@ -210,6 +211,15 @@ IN_FP8 = [  # groups of 1, 3, 4 and 7
         *(("flash_decode", case, variant) for case in CASES for variant in VARIANTS),
         *(("paged", case, "partial") for case in PAGED),
         *(("paged in FP8", case, "partial") for case in IN_FP8),
+        *(
+            pytest.param(
+                "paged in FP8",
+                case._replace(dtype=torch.bfloat16),
+                "partial",
+                marks=pytest.mark.gpu,
+            )
+            for case in IN_FP8
+        ),
     ],
     ids=str,
 )
@@ -217,6 +227,21 @@ def test_agrees_with_fp64(
     operation: str, case: Case, variant: Variant, backend: Backend, device: str, poisoned: None
 ) -> None:
     check(case, variant, backend, device)
+
+
+@pytest.mark.gpu
+def test_large_queries_over_fp8() -> None:
+    """Of products with FP8, queries beyond the range of fp16 are saturated, and infinite ones make
+    their own rows NaN.
+    """
+    q, k, v = (x.bfloat16() for x in random_qkv(1, 4, 1, 1, 100, 64, device="cuda"))
+    cache, _ = random_pages(k, v, starts([100], "cuda"), 16)
+    cache = cache._replace(k=cache.k.to(FP8), v=cache.v.to(FP8))
+    q[0, 0], q[0, 1, 0, 3] = q[0, 0] * 1e6, math.inf
+    out = paged_flash_decode(q, cache).out[0, :, 0].float()
+    expected = paged_flash_decode(q.float().clamp(-65504, 65504), cache, backend="torch").out
+    assert out[1].isnan().all()
+    torch.testing.assert_close(out[::2], expected[0, ::2, 0], atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])

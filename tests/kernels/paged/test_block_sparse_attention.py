@@ -171,7 +171,15 @@ def test_agrees_with_fp64(
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("case", "by_head", "softcap"),
-    [(CASES[5], True, 5.0), (CASES[4], False, None), *((case, True, None) for case in FP8)],
+    [
+        (CASES[5], True, 5.0),
+        (CASES[4], False, None),
+        *((case, True, None) for case in FP8),
+        *(
+            pytest.param(case._replace(dtype=torch.bfloat16), True, None, marks=pytest.mark.gpu)
+            for case in FP8
+        ),
+    ],
     ids=str,
 )
 def test_fp8_agrees_with_fp64(
