@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.platforms import current_platform
 
 from msattn.trainer.serving.engines.vllm import memory
 from tests.factory import prompts_of
 from tests.vllm.engines import answers, builder_of, engine
 
+# not imported, because this module replaces functions of torch.cuda
+CPU_WORKER = "vllm.v1.worker.cpu_worker.CPUWorker"
 AVAILABLE = 2**26
 OPTIONS: dict[str, Any] = {
     "gate": "embedded",
@@ -19,6 +21,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="for the worker of CPUs")
 @pytest.mark.parametrize(
     ("cache_dtype", "said_of_cache", "said_of_state"),
     [("auto", "0.06", "0.00"), ("fp8", "0.05", "0.01")],
@@ -30,7 +33,7 @@ def test_cache_and_state_fit_in_the_available_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
-    monkeypatch.setattr(CPUWorker, "determine_available_memory", lambda self: AVAILABLE)
+    monkeypatch.setattr(f"{CPU_WORKER}.determine_available_memory", lambda self: AVAILABLE)
     said: list[str] = []
     monkeypatch.setattr(memory._log, "info", lambda text, *args: said.append(text % args))
     limits = {"gpu_memory_utilization": 0.1, "max_num_seqs": 8}
