@@ -1,7 +1,6 @@
 """Times the selection of key blocks by a gate, beside sparse attention, on one GPU.
 
-    python docs/experiments/selection_time.py          # a table, the kernels, errors
-    python docs/experiments/selection_time.py tiles    # the same selection with other tiles
+    python docs/experiments/selection_time.py    # a table, the kernels, errors
 
 Shapes are those of Llama-3.1-8B in bf16: 32 query heads with a gate each, 8 key/value heads.
 Weights are random and differ in scale from head to head, so that some heads are sharp and read
@@ -11,7 +10,6 @@ bytes. *Differing* is the share of the visible blocks that PyTorch in fp32 selec
 heads of two key/value heads.
 """
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +20,6 @@ from torch import Tensor
 from msattn.kernels.bench.timing import peak_memory_gb, time_ms
 from msattn.kernels.best_blocks import best_blocks
 from msattn.kernels.block_sparse_attention import block_sparse_attention
-from msattn.kernels.common import gate_rows
 from msattn.kernels.common.block_bits import unpack_blocks
 from msattn.kernels.gate_blocks import gate_blocks
 from msattn.kernels.gate_scores import gate_scores
@@ -32,14 +29,6 @@ from msattn.kernels.reference.gate_blocks import gate_blocks as reference_blocks
 HEADS, KV_HEADS, BLOCK, SHARE, FLOOR = 32, 8, 64, 0.1, 0.5
 LIMIT = ("counts", "threshold", "exponent", "edge_exponent", "above")
 LENGTHS, HEAD_SIZES, KEY_BLOCKS = (32_768, 131_072), (128, 64), (64, 16)
-TILES = [
-    gate_rows.LogitsTile(*tile)
-    for tile in (
-        (128, 128, 64, 8, 3), (128, 128, 32, 8, 4), (128, 128, 32, 8, 3), (128, 128, 64, 8, 2),
-        (128, 256, 32, 8, 3), (128, 256, 64, 8, 2), (64, 128, 64, 4, 3), (64, 256, 32, 4, 3),
-        (128, 64, 64, 4, 3),
-    )
-]  # fmt: skip
 
 
 class Problem(NamedTuple):
@@ -198,46 +187,6 @@ def row(length: int, size: int, keys: int) -> None:
             print(f"    {time:8.3f} ms  {name[:90]}", flush=True)
 
 
-def tiles() -> None:
-    """Times the kernels with other tiles of logits, slabs and registers."""
-    problem = draw(max(LENGTHS), 128, 16)
-    shipped, slab = dict(gate_rows.LOGITS_TILES), gate_rows.SLAB_BYTES
-    options = gate_rows.row_options
-
-    def show(name: str) -> None:
-        try:
-            times = kernel_ms(problem.select)
-            own = {key: f"{x:.3f}" for key, x in times.items() if key.startswith("_")}
-            print(name, f"{ms(problem.select):.3f} ms", own, flush=True)
-        except Exception as error:
-            print(name, str(error)[:100].replace("\n", " "), flush=True)
-
-    for tile in TILES:
-        gate_rows.LOGITS_TILES = dict.fromkeys(shipped, tile)
-        show(str(tile))
-    gate_rows.LOGITS_TILES = shipped
-    for bits in (24, 26, 27, 28, 29, 30):
-        gate_rows.SLAB_BYTES = 2**bits
-        show(f"slabs of 2**{bits} bytes")
-    gate_rows.SLAB_BYTES = slab
-    for columns, registers in (
-        (1024, 64),
-        (1024, 80),
-        (1024, 128),
-        (512, 48),
-        (512, 64),
-        (2048, 128),
-    ):
-        gate_rows.row_options = lambda width, columns=columns, registers=registers: {
-            "num_warps": min(32, max(1, width // columns)), "maxnreg": registers,
-        }  # fmt: skip
-        show(f"{columns} columns a warp, {registers} registers")
-    gate_rows.row_options = options
-    gate_rows.ROWS, rows = 128, gate_rows.ROWS
-    show("projection of 128 rows")
-    gate_rows.ROWS = rows
-
-
 if __name__ == "__main__":
     with torch.no_grad():
-        tiles() if sys.argv[1:] == ["tiles"] else table()
+        table()

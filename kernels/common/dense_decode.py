@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.common.checks import has_aligned_rows
-from msattn.kernels.common.fp8 import head_stride, load_scale, queries_of_products
+from msattn.kernels.common.fp8 import FP8, head_stride, load_scale, queries_of_products
 from msattn.kernels.common.paged_tiles import load_pages
 from msattn.kernels.common.primitives import (
     LN_2,
@@ -90,7 +90,7 @@ def launch(
     tile = default_tile(rows, cols, q.element_size(), capability(q.device))
     if table is not None:
         page_size, num_keys = num_keys, num_keys * table.shape[1]
-        tile = _tile_of_pages(tile, page_size)
+        tile = _tile_of_pages(tile, page_size, k.dtype == FP8)
     row_blocks, tiles = triton.cdiv(rows, tile.rows), triton.cdiv(num_keys, tile.keys)
     if splits is None:
         efficiency = 1.0 if row_blocks == 1 else 0.95  # merging many rows is expensive
@@ -133,13 +133,15 @@ def launch(
     return out, lse
 
 
-def _tile_of_pages(tile: Tile, page_size: int) -> Tile:
+def _tile_of_pages(tile: Tile, page_size: int, in_fp8: bool) -> Tile:
     """Returns a tile for pages.
 
     It divides pages, so that descriptors can load it, unless it would have fewer than 64 keys. Keys
     are loaded after the entry of the table that they depend on, which takes as many pipeline stages
-    again.
+    again. In FP8, where programs convert while others load, another program takes their memory.
     """
+    if in_fp8 and page_size % tile.keys == 0:
+        return tile._replace(programs=2 * tile.programs)
     divisor = math.gcd(tile.keys, page_size)
     keys = divisor if divisor >= min(64, tile.keys) else tile.keys
     return tile._replace(

@@ -393,11 +393,19 @@ def test_offsets_beyond_32_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tile", "page_size", "keys", "programs"),
-    [(128, 64, 64, 2), (128, 256, 128, 1), (64, 16, 64, 1), (16, 48, 16, 1)],
+    ("tile", "page_size", "in_fp8", "expected"),
+    [
+        (128, 64, False, (64, 5, 2)),
+        (128, 256, False, (128, 5, 1)),
+        (64, 16, False, (64, 5, 1)),
+        (16, 48, False, (16, 5, 1)),
+        (128, 256, True, (128, 3, 2)),
+        (128, 64, True, (64, 5, 2)),
+    ],
 )
 def test_tiles_divide_pages_or_cross_them(
-    tile: int, page_size: int, keys: int, programs: int
+    tile: int, page_size: int, in_fp8: bool, expected: tuple[int, int, int]
 ) -> None:
-    got = dense_decode._tile_of_pages(Tile(16, tile, 4, 3), page_size)
-    assert (got.keys, got.programs) == (keys, programs)
+    """``expected`` are keys, stages and programs."""
+    got = dense_decode._tile_of_pages(Tile(16, tile, 4, 3), page_size, in_fp8)
+    assert (got.keys, got.stages, got.programs) == expected

@@ -4,6 +4,7 @@ refusals.
 
 import re
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,6 +152,13 @@ def test_calibrated_scores_without_thresholds_are_refused() -> None:
         )
 
 
+def calibrated_quest(sizes: BlockSizes) -> Selection:
+    ids = random_tokens(1, 40 * sizes.queries)[0]
+    table = calibrate_blocks({"quest": Quest(*sizes)}, tiny_model(), [{"input_ids": ids}])["quest"]
+    select = SelectConfig("calibrated", scores="quest", sparsity=0.8, **sizes.arguments)
+    return Selection.from_config(select, thresholds=table)
+
+
 @pytest.mark.parametrize(
     ("sizes", "blocks", "short"),
     [
@@ -164,13 +172,17 @@ def test_short_rows_are_read_whole(sizes: BlockSizes, blocks: int, short: int) -
     """Rows of up to 16 blocks, and of up to an eighth of the prompt's, whatever the keys of a
     block.
     """
-    ids = random_tokens(1, 40 * sizes.queries)[0]
-    table = calibrate_blocks({"quest": Quest(*sizes)}, tiny_model(), [{"input_ids": ids}])["quest"]
-    select = SelectConfig("calibrated", scores="quest", sparsity=0.8, **sizes.arguments)
-    selection = Selection.from_config(select, thresholds=table)
-    candidates = selection.candidates(layer_inputs(blocks * sizes.queries))
+    candidates = calibrated_quest(sizes).candidates(layer_inputs(blocks * sizes.queries))
     whole = (candidates.always == candidates.visible).all(-1).flatten().tolist()
     assert whole == [True] * short + [False] * (blocks - short)
+
+
+@pytest.mark.parametrize("blocks", [8, 20])
+def test_first_chunks_read_the_short_rows_of_their_prompt(blocks: int) -> None:
+    selection = calibrated_quest(BlockSizes(BLOCK, BLOCK))
+    chunk = replace(layer_inputs(blocks * BLOCK), ends_prompt=False)
+    whole = selection.candidates(layer_inputs(128 * BLOCK))
+    assert torch.equal(selection.candidates(chunk).local, whole.local[:, :, :blocks])
 
 
 @pytest.mark.parametrize("sparsity", [0.5, 0.9])
