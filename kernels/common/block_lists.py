@@ -139,8 +139,10 @@ def _compact(
     first_block: int = 0,
     **constants: int | bool,
 ) -> tuple[Tensor, Tensor]:
-    """Builds the lists of ``mask [B or 1, heads, group, blocks, candidates]``, of which one of the
-    last two sizes is that of row blocks, the other one that of column blocks or words of them.
+    """Builds the lists of ``mask [B or 1, heads, group, blocks, candidates]``.
+
+    By row, blocks are row blocks, and candidates column blocks or words of them; by column, blocks
+    are column blocks or words, and candidates row blocks.
 
     Sequences are padded, with ``kv_start``, or packed, with ``cu_queries`` and ``kv_len``.
     """

@@ -50,10 +50,9 @@ def to_fp8(x, scale):
 
 @triton.jit
 def queries_of_products(q, stored_ptr):
-    """Returns queries in the type of products with stored keys: bf16 ones in fp16 if these are in
-    FP8, because GPUs convert two numbers of FP8 to fp16 at once, and to bf16 by way of fp16.
+    """Casts bf16 queries of FP8 keys to fp16, saturated if they are finite.
 
-    Finite queries beyond the range of fp16 are saturated.
+    GPUs convert two numbers of FP8 to fp16 with one instruction, to bf16 only from there.
     """
     if stored_ptr.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
         q = q.to(tl.float32)

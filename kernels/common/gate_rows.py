@@ -7,8 +7,8 @@ each row, reads them back, computes the softmax and stores or selects. The map i
 only a slab of at most ``SLAB_BYTES``. Writing and reading logits costs less than computing the
 product twice, which the softmax would otherwise need.
 
-A vector of both terms of a logit, projected and mean, is divided by a power of two near its largest
-element and stored as the sum of two fp16 numbers. Three fp16 products of such pairs, added in fp32,
+Vectors (the projected and the mean terms of a logit in one) are scaled by a power of two near their
+largest element, and split into two fp16 numbers. Three fp16 products of such pairs, added in fp32,
 keep 22 of 24 bits, as three TF32 products do, at twice the rate and without a split in the loop.
 """
 

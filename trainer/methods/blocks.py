@@ -63,11 +63,11 @@ def _visible(rows: RowSpan, num_keys: int, size: int) -> Tensor:
 
 
 class RowCandidates:
-    """Blocks of a layer that a policy selects from: the first ones of each row block, of which it
-    must read the first ``sink_blocks`` and those from ``local`` on.
+    """Candidate blocks of each row block.
 
-    Only the numbers ``ends`` and ``local`` of each row are held, int32 ``[B | 1, 1, Tr, 1]``; masks
-    of the ``cols`` blocks, bool ``[B | 1, 1, Tr, Tc]``, are made when they are asked for.
+    The first ``ends`` of the ``cols`` column blocks are visible; of these the first ``sink_blocks``
+    and those from ``local`` on must be read. ``ends`` and ``local`` are int32
+    ``[B | 1, 1, Tr, 1]``; masks, bool ``[B | 1, 1, Tr, Tc]``, are made when they are asked for.
     """
 
     def __init__(self, ends: Tensor, local: Tensor, sink_blocks: int, cols: int) -> None:

@@ -286,9 +286,9 @@ def shortest_row(sparsity: float, always: AlwaysRead, sizes: BlockSizes) -> floa
     """Returns the number of visible blocks of keys up to which a row reads nothing but the blocks
     that are always read.
 
-    In rows of up to ``least / share`` blocks they are more than the row's share. The next rows,
-    half as many, make up for most of that, so that prompts of 2048 tokens read what is asked for,
-    too.
+    In rows of up to ``least / share`` blocks they exceed the row's share. The next rows, half as
+    many, read nothing else either, which compensates most of the excess, so that prompts of 2048
+    tokens read what is asked for, too.
     """
     least = sizes.ratio * (1 + always.sink_blocks + always.local_blocks)
     return least + MADE_UP_FOR * (least / (1 - sparsity) - least)

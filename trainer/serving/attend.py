@@ -45,11 +45,10 @@ COUNTED = (FALLBACK, BY_CHOICE, "graph_steps", "eager_steps")
 class KeyStore(Protocol):
     """Keys and values of a layer that attention can read, of all sequences of a pass or of a group.
 
-    What prompts need of it is :class:`PromptKeys`, what new tokens need :class:`TokenKeys`, and
-    :class:`BucketKeys` if they read buckets. ``TensorKeys`` (a pass without a cache) and
-    ``GrowingLayer`` (a layer of a contiguous cache) are the first two, ``BucketLayer`` all three.
-    Of a pass over pages, ``PromptPages`` are the first, ``TokenPages`` the others. ``x`` are the
-    inputs of the layer in the pass.
+    Prompts need :class:`PromptKeys`, new tokens :class:`TokenKeys`, and :class:`BucketKeys` to read
+    buckets. ``TensorKeys`` (a pass without a cache) and ``GrowingLayer`` (a layer of a contiguous
+    cache) implement the first two, ``BucketLayer`` all three; over pages, ``PromptPages`` implement
+    the first, ``TokenPages`` the others. ``x`` are the inputs of the layer in the pass.
     """
 
     def read_all(self, x: LayerInputs) -> Tensor:

@@ -123,9 +123,10 @@ class Statistics:
 
     @contextmanager
     def recorded(self) -> Iterator[Counter[Name]]:
-        """Yields a counter that gets the counts of the current thread in the block, which captures
-        a CUDA graph: :meth:`count_again` adds them at each replay, which updates only counters on
-        the device.
+        """Redirects the counts of the current thread to the counter it yields, while a CUDA graph
+        is captured.
+
+        A replay updates counters on the device; :meth:`count_again` adds the others.
         """
         self._recorded.counts = counts = Counter()
         try:

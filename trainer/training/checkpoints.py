@@ -231,8 +231,10 @@ def _intact_checkpoint(checkpoints: Path, settings: dict[str, Any]) -> Path | No
 
 
 def _newest_intact(complete: list[Path], *, files: bool) -> tuple[Path, Marker, list[str]]:
-    """Returns the newest of the checkpoints whose marker, and with ``files`` all that it lists, is
-    undamaged, and what is wrong with newer ones; raises UserError if none is.
+    """Returns the newest intact checkpoint, its marker, and the faults of newer ones.
+
+    With ``files`` all files that the marker lists are checked, too. Raises UserError if none is
+    intact.
     """
     damage: list[str] = []
     for checkpoint in reversed(complete):

@@ -507,8 +507,8 @@ class QuestionScores(GateScores):
         return {"columns": columns, "last_rows": last_rows, "whole": whole}
 
     def _exact_rows(self, x: LayerInputs, masses: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the exact scores of the row blocks that hold the last queries, of which
-        ``masses [B, Hg, n, Tc]`` are the attention, and the row blocks without other queries.
+        """Returns exact scores of the row blocks that contain the last queries, from the attention
+        ``masses [B, Hg, n, Tc]`` of these, and which of the row blocks contain no other query.
         """
         n, size = masses.shape[2], self.sizes.queries
         rows = row_span(x.num_queries, x.num_keys, size, x.kv_start, x.q.device)

@@ -67,11 +67,11 @@ class Step:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.hidden: Tensor | None = None  # what the graph writes
         self._length, self._window = UNKNOWN, UNKNOWN  # as on the device
-        self.lasts(0, [])
+        self.set_valid_for(0, [])
 
-    def lasts(self, tokens: int, buffers: list[Buffer]) -> None:
-        """Records for how many tokens no buffer grows and no index is rebuilt, unless the cache
-        gets other ``buffers``.
+    def set_valid_for(self, tokens: int, buffers: list[Buffer]) -> None:
+        """Records the number of tokens for which the step stays valid: no buffer grows and no index
+        is rebuilt. Other ``buffers`` of the cache end it.
         """
         self._tokens_left, self._buffers = tokens, buffers
 

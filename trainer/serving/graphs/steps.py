@@ -123,7 +123,7 @@ class DecodingSteps(NotCopied):
         cache: GrowingCache | None = arguments.get(CACHE)
         step = None if cache is None else self._steps.get(cache)
         if step is not None:
-            step.lasts(0, [])  # the next step checks buffers and hooks again
+            step.set_valid_for(0, [])  # the next step checks buffers and hooks again
         return self.original(**arguments)
 
     def _next_token(
@@ -190,7 +190,7 @@ class DecodingSteps(NotCopied):
             )
         room = min(layer.key_buffer.capacity for layer in layers) - length
         until_rebuild = [layer.rebuild_every - length + layer.indexed - 1 for layer in indexed]
-        step.lasts(min(room, until_routed or room, *until_rebuild), buffers_of(cache))
+        step.set_valid_for(min(room, until_routed or room, *until_rebuild), buffers_of(cache))
         return step
 
     def _run(

@@ -13,11 +13,10 @@ from msattn.kernels.paged import paged_bucket_sizes
 class BucketSizes:
     """Numbers of keys in the buckets, for up to ``rows`` sequences that get one new token each.
 
-    Engines move sequences to other rows of a pass and give their pages to other sequences. So a row
-    keeps its sizes only from one pass to the next, and only if its new key follows the slot of its
-    last key: then only that key was written since the sequence was counted. Prompts of the same
-    pass write other slots. Keys of all other rows are counted again. No value is read back from the
-    device, so a CUDA graph can contain all of this.
+    Engines move sequences to other rows of a pass, and pages to other sequences. So the sizes of a
+    row are kept for one pass, and are used again only if its new key follows the slot of its last
+    key, which is then the only one that is not counted. Other rows are counted again. No value is
+    read back from the device, so a CUDA graph can contain all of this.
     """
 
     def __init__(

@@ -279,8 +279,8 @@ class PagedPasses:
 
     @property
     def chunks(self) -> tuple[int, int]:
-        """Rules for dividing prompts into chunks: each but the last has a multiple of the first
-        number of tokens, and the second number of last tokens stay in one chunk.
+        """Granularity of chunks: the number of tokens of which each but the last has a multiple,
+        and the number of a prompt's last tokens that stay together.
         """
         if (selection := self.dispatch.selection) is None:
             return 1, 2

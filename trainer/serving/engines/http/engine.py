@@ -366,13 +366,12 @@ class Engine:
             cast("Any", self._loop).call_soon_threadsafe(generation.fail, *reason)
 
     def tend(self) -> None:
-        """Does what the manager of transformers 5.23 leaves undone when requests are cancelled; to
+        """Cleans up after cancelled requests, which the manager of transformers 5.23 does not; to
         be called regularly.
 
-        When memory is short, it sets requests back and begins no other until one ends; if the last
-        that runs is cancelled instead, it would begin none any more. And tokens of a cancelled
-        request, of which there are some until its next pass, go to a queue that grows if no one
-        reads it.
+        When memory is short, it begins no request until a running one finishes. If the last one is
+        cancelled instead, it would never begin another. And until its next pass, a cancelled
+        request adds tokens to a queue that nobody reads.
         """
         scheduler = self._manager.batch_processor.scheduler
         if scheduler.block_new_requests and not scheduler.active_requests:
