@@ -40,8 +40,8 @@ def best_of_row(score, visible, always, count, threshold, exponent, edge_exponen
     reach = tl.sum((key >= limit).to(tl.int32), 0)
     nans = tl.sum((key == NAN).to(tl.int32), 0)  # they rank first, but reach no limit
 
-    # Invariant: `reached` keys, at least `wanted`, are >= low; fewer than `wanted`, or only those in
-    # `always`, are >= high.
+    # Invariant: `reached` keys, at least `wanted`, are >= low; fewer, or only those in `always`,
+    # are >= high.
     low, reached = tl.min(tl.where(key > LOWEST, key, HIGHEST), 0), seen
     high = tl.max(tl.where(key == HIGHEST, LOWEST, key), 0) + 1
     if nans == 0:
