@@ -19,6 +19,7 @@ from msattn.trainer.evaluate.compared import _artifact_paths, _block_selections,
 from msattn.trainer.evaluate.row import Setting
 from msattn.trainer.evaluate.run import _print_estimate, evaluate
 from msattn.trainer.evaluate.tasks import perplexity
+from msattn.trainer.methods.blocks import AlwaysRead
 from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import CALIBRATION_CHUNKS, calibrate_blocks
 from msattn.trainer.methods.untrained.scores.quest import Quest
@@ -26,6 +27,7 @@ from msattn.trainer.models import timing
 from msattn.trainer.models.loading import Loaded
 from msattn.trainer.serving.attach import attach
 from tests.evaluate.runs import config
+from tests.sparse import gate_for, save
 
 
 @pytest.mark.slow
@@ -192,6 +194,29 @@ def test_a_gate_without_fitting_thresholds_is_calibrated(
     assert [*question] == ["gate_question", "gate_question, top-k", "gate", "quest"]
     assert question["gate_question"].thresholds is not None
     assert len(passes) == 3
+
+
+def test_thresholds_are_measured_with_the_blocks_that_a_method_always_reads(
+    loaded: Loaded, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gate may record other blocks than the baselines read, as every imported gate does."""
+    gate = gate_for(loaded.model)
+    gate.always = AlwaysRead(0, 0)
+    save(tmp_path / "rand" / "base", loaded, gate)
+    cfg = config(tmp_path, text, baselines=["quest", "random"])
+    cfg = replace(cfg, select=SelectConfig("calibrated", scores="gate", block_size=16))
+    passes = []
+
+    def measured(scorers: dict, *given: object, always: AlwaysRead) -> dict:
+        passes.append(([*scorers], always))
+        return calibrate_blocks(scorers, *given, always=always)
+
+    monkeypatch.setattr(calibration, "calibrate_blocks", measured)
+    found = calibration.calibrate_selections(compared.find_compared(cfg, loaded), cfg, loaded)
+    assert passes == [(["gate"], AlwaysRead(0, 0)), (["quest", "random"], AlwaysRead(1, 1))]
+    for method in found.block_selections:
+        select = replace(method.select, sparsity=0.5)
+        assert method.selection(select).always._replace(short_rows=0) == method.always
 
 
 def test_multiscale_is_compared_with_topk_of_as_many_tokens(tmp_path: Path, text: str) -> None:

@@ -21,10 +21,10 @@ from msattn.trainer.data.overlap import check_heldout
 from msattn.trainer.evaluate.compared import Compared, ComparedRouting, ComparedSelection, reads
 from msattn.trainer.evaluate.task import lengths_of, task_of
 from msattn.trainer.methods.base import Scorer
-from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead, sparsity_in_reach
+from msattn.trainer.methods.blocks import AlwaysRead, sparsity_in_reach
 from msattn.trainer.methods.key_blocks import num_far
 from msattn.trainer.methods.key_thresholds import KEY_CALIBRATION_CHUNKS, calibrate_keys
-from msattn.trainer.methods.selection import Selection, always_read
+from msattn.trainer.methods.selection import Selection
 from msattn.trainer.methods.thresholds import (
     CALIBRATION_CHUNKS,
     SHORT_ROWS,
@@ -64,19 +64,21 @@ def calibrate_selections(compared: Compared, cfg: EvalRunConfig, loaded: Loaded)
     missing thresholds.
 
     Thresholds are missing for baselines, and for a gate whose artifact has none or has thresholds
-    for other always-read blocks. All are measured in one pass, as in gate training, and kept in
-    ``data.cache``.
+    for other always-read blocks. All methods that always read the same blocks are measured in one
+    pass, as in gate training, and kept in ``data.cache``.
     """
     needy = [each for each in compared.block_selections if each.scorer is None and _lacks(each)]
     if not needy or not reads(cfg, "blocks"):
         return compared
     kept = _Kept(cfg, loaded, calibration_chunks(cfg, loaded, CALIBRATION_CHUNKS))
     scorers = {str(each.method): kept.scorer(each) for each in needy}
-    calibrated = {
-        str(each.method): _identity(each) for each in needy if each.select.policy == "calibrated"
-    }
-    always = always_read(needy[0].select)._replace(dense_queries=0)
-    tables = kept.tables(scorers, calibrated, always)
+    calibrated = [each for each in needy if each.select.policy == "calibrated"]
+    tables: dict[str, BlockThresholds] = {}
+    for always in dict.fromkeys(each.always for each in calibrated):
+        identities = {
+            str(each.method): _identity(each) for each in calibrated if each.always == always
+        }
+        tables |= kept.tables(scorers, identities, always)
     notes = [
         f"{each.method}: its artifact has no thresholds for this selection, so they were measured "
         f"now."
@@ -129,8 +131,9 @@ def dense_passes(compared: Compared, cfg: EvalRunConfig) -> float:
     """Returns the number of dense passes over a chunk that take about as long as the calibration,
     if none is kept.
     """
-    needy = sum(each.scorer is None and _lacks(each) for each in compared.block_selections)
-    blocks = CALIBRATION_CHUNKS * (1 + SCORING * needy) if needy and reads(cfg, "blocks") else 0
+    needy = [each for each in compared.block_selections if each.scorer is None and _lacks(each)]
+    passes = len({each.always for each in needy}) + SCORING * len(needy)
+    blocks = CALIBRATION_CHUNKS * passes if reads(cfg, "blocks") else 0
     routed = is_needed(replace(compared, block_selections=[]), cfg)
     return blocks + (KEY_CALIBRATION_CHUNKS if routed else 0)
 
@@ -154,7 +157,7 @@ def unreachable_notes(compared: Compared, cfg: EvalRunConfig) -> list[str]:
         return []
     first = compared.block_selections[0]
     sizes = first.select.sizes if first.gate is None else first.gate.cfg.sizes
-    always = always_read(first.select, SINK_AND_LOCAL if first.gate is None else first.gate.always)
+    always = first.always
     if first.select.policy == "calibrated":
         always = always._replace(short_rows=SHORT_ROWS)
     limited = [
@@ -185,8 +188,8 @@ def _lacks(method: ComparedSelection) -> bool:
     """
     if method.gate is None:
         return method.method == AShape.method or method.select.policy == "calibrated"
-    always = always_read(method.select, method.gate.always)._replace(dense_queries=0)
-    fits = method.select.scores in (method.gate.thresholds or {}) and always == method.gate.always
+    known = method.select.scores in (method.gate.thresholds or {})
+    fits = known and method.always == method.gate.always
     return method.select.policy == "calibrated" and not fits
 
 

@@ -17,9 +17,10 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.evaluate.row import WINDOW, Setting
 from msattn.trainer.evaluate.task import task_of
 from msattn.trainer.methods.base import CALIBRATED, DENSE, INDEPENDENT, ROPE, TOP_K, Method, Scorer
+from msattn.trainer.methods.blocks import SINK_AND_LOCAL, AlwaysRead
 from msattn.trainer.methods.buckets import Router
 from msattn.trainer.methods.gate.attn_gate import GATE_SCORERS, Gate, GateScores
-from msattn.trainer.methods.selection import Selection
+from msattn.trainer.methods.selection import Selection, always_read
 from msattn.trainer.methods.thresholds import BlockThresholds
 from msattn.trainer.methods.untrained import untrained_router, untrained_scorer
 from msattn.trainer.models.loading import Described, Loaded
@@ -49,6 +50,12 @@ class ComparedSelection:
     gate: Gate | None = None
     scorer: Scorer | None = None
     thresholds: BlockThresholds | None = None
+
+    @property
+    def always(self) -> AlwaysRead:
+        """The blocks that every row reads; ``dense_queries`` is left out."""
+        recorded = SINK_AND_LOCAL if self.gate is None else self.gate.always
+        return always_read(self.select, recorded)._replace(dense_queries=0)
 
     def settings(self, sparsities: list[float]) -> list[tuple[Setting, SelectConfig]]:
         """Returns ``(setting, selection)`` for each setting to measure.
