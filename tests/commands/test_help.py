@@ -10,6 +10,7 @@ import pytest
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.jobs import COMMANDS, imported
 from msattn.trainer.commands.keys import first_sentence, keys_of
+from msattn.trainer.config import BASELINES, POLICIES
 from msattn.trainer.errors import UserError
 from tests.commands.conftest import Run
 
@@ -69,10 +70,12 @@ def test_a_command_lists_the_selections_that_it_can_use(msattn: Run) -> None:
         command: keys_of(command).groups["select"].options.keys()
         for command in ("eval", "generate", "serve", "finetune")
     }
-    assert options["eval"] - options["generate"] == {"a_shape"}
+    assert options["eval"] == {*POLICIES}
+    assert options["generate"] == {*POLICIES, *BASELINES} - {"a_shape"}
     assert options["generate"] - options["serve"] == {"multiscale"}
     assert options["finetune"] == {"topk", "multiscale"}
     for command, refused in (
+        ("eval", "scores=quest"),
         ("generate", "scores=a_shape"),
         ("serve", "policy=multiscale"),
         ("finetune", "scores=quest"),
@@ -89,7 +92,8 @@ def test_a_command_lists_the_selections_that_it_can_use(msattn: Run) -> None:
         } == {scores}
     shown = " ".join(msattn("help", "select")[1].split())
     assert "by default calibrated in msattn eval" in shown
-    assert "MoA). Not in generate, serve, finetune." in shown
+    assert "(Quest, Tang et al. 2024). Not in eval, finetune." in shown
+    assert "a_shape " not in shown.partition("Keys, ")[0]
 
 
 def test_a_section_and_a_key(msattn: Run) -> None:

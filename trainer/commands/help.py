@@ -13,6 +13,7 @@ from msattn.trainer.commands.keys import (
     Group,
     Key,
     as_override,
+    first_sentence,
     group_options,
     keys_of,
 )
@@ -154,10 +155,15 @@ def topic_page(topic: str, commands: Iterable[str]) -> list[Section]:
             option: [command for command in using if option in COMMANDS[command].schema.refused]
             for option in group_options()[topic]
         }
-        for option, commands in refusing.items():
-            known.groups[topic].options[option] += (
-                f" Not in {', '.join(commands)}." if commands else ""
-            )
+        known.groups[topic] = replace(
+            known.groups[topic],
+            options={
+                option: first_sentence(topic, option)
+                + (f" Not in {', '.join(commands)}." if commands else "")
+                for option, commands in refusing.items()
+                if len(commands) < len(using)  # a_shape is for eval.baselines alone
+            },
+        )
     options = (
         [_options(known.groups[topic], f" in msattn {using[0]}")] if topic in known.groups else []
     )

@@ -32,7 +32,14 @@ from msattn.trainer.config.schema import (
     key,
     schema,
 )
-from msattn.trainer.config.select import POLICIES, ROUTERS, SCORES, SelectConfig, check_usable
+from msattn.trainer.config.select import (
+    BASELINES,
+    POLICIES,
+    ROUTERS,
+    SCORES,
+    SelectConfig,
+    check_usable,
+)
 from msattn.trainer.config.train import (
     FinetuneTrainConfig,
     GateConfig,
@@ -441,6 +448,10 @@ class EvalRunConfig(AttachConfig):
     alone.
     """
 
+    refused: ClassVar[Mapping[str, str]] = {
+        scores: f"eval measures gates and the scores of eval.baselines=[{scores}]"
+        for scores in BASELINES
+    }
     keys: ShareOfKeys | None = key(
         "replaces probes: mean share of the keys outside the dense window that decoded queries "
         "read, e.g. 0.05",
@@ -455,9 +466,7 @@ class EvalRunConfig(AttachConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        scores = self.select.scores
-        why = f"eval measures gates and the scores of eval.baselines=[{scores}]"
-        require(self.select.by_gate, "select.scores", scores, why)
+        check_usable(self.select, self.refused)
         router = self.artifacts.qmodel
         require(
             router not in ROUTERS,
