@@ -1,5 +1,5 @@
-"""Every way to generate over the cache: beams, drafts, static caches, turns, 10,000 tokens, caches
-from elsewhere.
+"""Generation over the cache: reordered rows, drafts, padded batches, static caches, turns, recorded
+gradients.
 """
 
 import copy

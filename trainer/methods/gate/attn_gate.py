@@ -479,8 +479,9 @@ class QuestionScores(GateScores):
     query gets its exact block map: the largest mass of its queries in each block. A row block that
     also contains earlier queries gets the maximum of both.
 
-    Only the last chunk of a prompt contains the question. Earlier chunks use the gate's
-    probabilities alone; the last chunk uses the attention of its own last queries.
+    Only the last chunk of a prompt contains the question. Where ``LayerInputs.ends_prompt`` tells
+    it from earlier chunks, these use the gate's probabilities alone; otherwise every chunk takes
+    its own last queries for the question.
     """
 
     method: ClassVar = Method(
