@@ -137,6 +137,49 @@ def test_a_graph_counts_nothing_of_other_threads(
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize(
+    ("lengths", "captured", "replayed"),
+    [
+        ([20, 20, 21, 22, 23, 20], [20], [20]),
+        ([20, 21, 20, 21, 22, 23, 20, 21], [20, 21], [20, 21]),
+        ([20, 21, 22] * 3, [20, 21], [20, 21]),
+        ([20, 21] * 2 + [22] * 4 + [21], [20, 21, 22], [22, 21]),
+    ],
+    ids=["one length", "single other lengths", "three lengths in turn", "another length"],
+)
+def test_graphs_are_kept_while_they_are_used(
+    lengths: list[int],
+    captured: list[int],
+    replayed: list[int],
+    where: str,
+    emulated: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A graph is replaced only if none of the latest prompts used it."""
+    monkeypatch.setattr(prompt_graphs, "MAX_RECENT", 4)
+    found: dict[str, list[int]] = {"begin": [], "replay": []}
+
+    def counted(name: str) -> Any:
+        own, calls = getattr(PromptGraph, name), found[name]
+
+        def call(self: PromptGraph, inputs: dict[str, Tensor], *given: Any) -> Tensor:
+            calls.append(next(iter(inputs.values())).shape[1])
+            return own(self, inputs, *given)
+
+        return call
+
+    for name in found:
+        monkeypatch.setattr(PromptGraph, name, counted(name))
+    model = tiny_model().to(where)
+    with attach(model, gate=gate_for(model), **BLOCKS) as sparse:
+        steps: Any = vars(model.model)["forward"]
+        steps.prompts = steps.prompts or PromptGraphs(model.model, sparse)
+        for length in lengths:
+            run(model, random_tokens(1, length + 1).to(where), steps=1)
+    assert found == {"begin": captured, "replay": replayed}
+
+
+@torch.inference_mode()
 def test_what_is_not_a_graph(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
     with attach(model, **ROUTED) as sparse:

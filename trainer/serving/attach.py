@@ -135,8 +135,8 @@ def attach(
     cache; see :meth:`Sparse.batching_config`. Their managers end with the context.
 
     On a GPU, single tokens are decoded with CUDA graphs, and prompts of small models run as graphs
-    from the third prompt of a length on. Changes of forward hooks and adapters take effect at the
-    next pass over several tokens.
+    from the third prompt of a length on, for two lengths at a time. Changes of forward hooks and
+    adapters take effect at the next pass over several tokens.
     """
     options = AttachOptions(
         gate=gate,

@@ -2,14 +2,16 @@
 they run.
 
 The first prompt of a shape runs without a graph. The second prompt runs on the capture stream, so
-that workspaces exist, and then its graph is captured; later prompts replay it. A graph fills its
-own cache at fixed addresses, whose layers are copied for each prompt while the graph still runs.
+that workspaces exist, and then its graph is captured; later prompts replay it. A graph is replaced
+only if the latest prompts have not used it, since a capture costs more than a replay saves. A
+graph fills its own cache at fixed addresses, whose layers are copied for each prompt while the
+graph still runs.
 """
 
 import copy
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from threading import Lock
@@ -39,13 +41,16 @@ from msattn.trainer.serving.statistics import Statistics
 MAX_LAYER_FLOP = 2.5e11
 MAX_TOKENS = 16384  # attention is not among these products
 MAX_GRAPHS = 2  # each holds the activations of its prompt, and a cache
+MAX_RECENT = 8  # prompts
 logger = logging.getLogger(__name__)
 # launches the kernels of a prompt with these inputs and this cache
 Launch = Callable[[dict[str, Tensor], GrowingCache], Tensor]
 
 
 class PromptGraphs(NotCopied):
-    """CUDA graphs of one decoder's prompts, by shape; the latest graphs are kept."""
+    """CUDA graphs of one decoder's prompts, by shape; those that recent prompts used are
+    kept.
+    """
 
     def __init__(self, decoder: Any, sparse: Sparse) -> None:
         self.decoder, self.sparse = decoder, sparse
@@ -53,8 +58,8 @@ class PromptGraphs(NotCopied):
             decoder.layers
         )
         self._most_tokens = min(MAX_TOKENS, MAX_LAYER_FLOP / (2 * max(weights, 1)))
-        # None: the shape was seen once
-        self._graphs: OrderedDict[tuple, PromptGraph | None] = OrderedDict()
+        self._graphs: dict[tuple, PromptGraph] = {}
+        self._recent = deque[tuple](maxlen=MAX_RECENT)  # signatures of prompts
         self._lock = Lock()
 
     def serves(self, inputs: dict[str, Tensor], cache: GrowingCache) -> bool:
@@ -105,16 +110,19 @@ class PromptGraphs(NotCopied):
         shapes = tuple((name, x.shape, x.dtype) for name, x in inputs.items())
         signature = shapes, kinds, model_state(self.decoder, self.sparse)
         with self._lock:
-            seen, graph = signature in self._graphs, self._graphs.pop(signature, None)
-            self._graphs[signature] = graph
+            seen = signature in self._recent
+            self._recent.append(signature)
+            if signature in self._graphs:
+                return self._graphs[signature].replay(inputs, cache)
             if not seen:
-                if len(self._graphs) > MAX_GRAPHS:
-                    self._graphs.popitem(last=False)
                 return None
-            if graph is None:
-                graph = self._graphs[signature] = PromptGraph(inputs, cache, self.sparse.statistics)
-                return None if uncapturable(self.decoder) else graph.begin(inputs, cache, launch)
-            return graph.replay(inputs, cache)
+            if len(self._graphs) == MAX_GRAPHS:
+                unused = next((each for each in self._graphs if each not in self._recent), None)
+                if unused is None:
+                    return None
+                del self._graphs[unused]
+            graph = self._graphs[signature] = PromptGraph(inputs, cache, self.sparse.statistics)
+            return None if uncapturable(self.decoder) else graph.begin(inputs, cache, launch)
 
 
 class PromptGraph:
