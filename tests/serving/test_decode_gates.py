@@ -101,6 +101,25 @@ def test_chunks_drafts_and_crops_read_as_one_prompt(where: str) -> None:
 
 
 @torch.no_grad()
+def test_blocks_completed_after_a_crop_are_not_those_of_the_prompt(where: str) -> None:
+    """Their pooled keys are rotated at the position of their last key, if the gate says so."""
+    model, gate = tiny_model().to(where), random_decode_gate(std=1.0)
+    gate.finished_at = "last"
+    ids = random_tokens(1, 200).to(where)
+    cropped: Any = DynamicCache()
+    expected: Any = DynamicCache()
+    with attach(model, qmodel=gate, probes=2, **OPTIONS):
+        decoded(model, ids, [200], cropped)
+        cropped.crop(-100)
+        decoded(model, ids, [132, 164], cropped)
+        decoded(model, ids, [100, 132, 164], expected)
+    found, wanted = (cache.layers[0] for cache in (cropped, expected))
+    assert found.indexed == wanted.indexed == 164
+    blocks = -(-164 // BLOCK)
+    close(found.summaries[:, :, :blocks], wanted.summaries[:, :, :blocks])
+
+
+@torch.no_grad()
 def test_beams_read_as_their_sequences_alone(where: str) -> None:
     """Reordered rows keep their index and summaries."""
     model, gate = tiny_model().to(where), random_decode_gate(std=1.0)

@@ -306,6 +306,10 @@ class BlockLayer(BucketLayer):
         self.num_buckets = self._summaries.capacity
         super()._rebuild_index(x, rotation)
 
+    def _set_length(self, length: int) -> None:
+        super()._set_length(length)
+        self._prompt_keys = min(length, self._prompt_keys)
+
     def _still_indexed(self, length: int) -> int:
         """Leaves out the blocks that contain a key at or after position ``length``, since summaries
         cover whole blocks.
