@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from transformers import PreTrainedTokenizerFast
 
@@ -18,8 +19,6 @@ from msattn.trainer.data.chunking import chunks
 from msattn.trainer.data.hub import hub_identity
 from msattn.trainer.data.sources import documents
 from msattn.trainer.errors import UserError
-
-datasets = pytest.importorskip("datasets")
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import MagicMock, call
 
 import pytest
+import wandb
 
 from msattn.trainer.artifacts import Artifact
 from msattn.trainer.config import JobConfig, TrackerConfig
@@ -89,7 +90,6 @@ def test_a_full_disk_drops_whole_lines_with_one_message(
 @pytest.fixture
 def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An environment without a wandb key, in which prompting for one fails."""
-    pytest.importorskip("wandb")
 
     def refuse(*_: Any, **__: Any) -> str:
         raise AssertionError("asked for a key")
@@ -175,7 +175,6 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The runs started with a fake wandb that is logged in; their ``options`` are those of
     ``wandb.init``.
     """
-    wandb = pytest.importorskip("wandb")
     started: list[Any] = []
 
     def init(**options: Any) -> Any:
@@ -281,8 +280,6 @@ class Job(JobConfig):
 def test_an_unreachable_wandb_server_is_a_user_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wandb = pytest.importorskip("wandb")
-
     def unreachable(prompt: bool) -> bool:
         raise wandb.errors.CommError("no answer")
 

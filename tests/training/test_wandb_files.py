@@ -24,7 +24,6 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("WANDB_API_KEY", "HF_TOKEN"):
         monkeypatch.setenv(name, SECRET)
