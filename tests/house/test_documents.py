@@ -299,6 +299,25 @@ def test_the_files_that_contributing_names_exist() -> None:
     ]
 
 
+@pytest.mark.parametrize("library", ["vLLM", "transformers"])
+def test_the_files_and_tests_that_serving_names_exist(library: str) -> None:
+    text = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+    table = rf"^\| of {library} \| where \| test that breaks \|\n.*\n((?:\|.*\n)+)"
+    (rows,) = re.findall(table, text, flags=re.MULTILINE)
+    for row in rows.splitlines():
+        *_, where, tests, _ = row.split("|")
+        for name in re.findall(r"`([\w/]+(?:\.py|/))`", where):
+            folders = ("trainer", "trainer/serving", "trainer/serving/engines/vllm")
+            assert any((ROOT / folder / name).exists() for folder in folders), name
+        named = re.findall(r"`([\w/]+(?:\.py|/))(?:::(\w+))?`(?: \(fixture `(\w+)`)?", tests)
+        assert named, row
+        for name, test, fixture in named:
+            path = ROOT / (name if "/" in name else f"tests/vllm/{name}")
+            assert path.exists(), name
+            for function in filter(None, (test, fixture)):
+                assert f"def {function}(" in path.read_text("utf-8"), f"{name}::{function}"
+
+
 def anchors(document: Path) -> set[str]:
     """Returns the anchors of a document's headings, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)

@@ -1,12 +1,21 @@
 """Dense attention below the break-even length."""
 
+import re
+import sys
+
 import pytest
 import torch
 
 from msattn.trainer.models import break_even
-from msattn.trainer.models.break_even import BREAK_EVEN, DECODING_COST
+from msattn.trainer.models.break_even import (
+    BREAK_EVEN,
+    DECODING_COST,
+    decoding_break_even,
+    prefill_break_even,
+)
 from msattn.trainer.serving.attach import attach
 from tests.factory import random_tokens, tiny_model
+from tests.house.modules import ROOT
 from tests.serving.decoding import ROUTED, close, generate
 from tests.sparse import gate_for
 
@@ -30,6 +39,21 @@ def shipped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The break-even lengths that users get, which other tests leave out."""
     monkeypatch.setattr(break_even, "BREAK_EVEN", BREAK_EVEN)
     monkeypatch.setattr(break_even, "DECODING_COST", DECODING_COST)
+
+
+@pytest.mark.parametrize(("row", "kind"), [("H200, Llama-3.1-8B's shape", "cuda"), ("CPU", "cpu")])
+def test_the_guide_shows_the_shipped_lengths(
+    row: str, kind: str, shipped: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    lengths = [prefill_break_even(x, torch.device(kind)) for x in (0.5, 0.8, 0.9)]
+    if kind == "cuda":  # 8 heads of 128 in bf16, 32 of 1024 buckets
+        shape = torch.device(kind), 2 * 8 * 128 * 2, 2048, 32 / 1024
+        lengths += [decoding_break_even(*shape, batch) for batch in (1, 32)]
+    text = (ROOT / "docs/guide/models.md").read_text("utf-8")
+    (cells,) = re.findall(rf"^\| {re.escape(row)} \| (.*) \|$", text, flags=re.MULTILINE)
+    shown = cells.replace(",", "").replace("always dense", str(sys.maxsize)).split(" | ")
+    assert [int(x) for x in shown if x.strip(" |")] == pytest.approx(lengths, rel=0.003)
 
 
 @torch.no_grad()
