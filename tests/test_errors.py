@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from msattn.trainer.commands.jobs import Command
 from msattn.trainer.errors import (
     Fault,
     OutputClosed,
@@ -138,3 +139,29 @@ def test_a_full_disk_is_named_by_the_given_outputs(
     line = capsys.readouterr().err.splitlines()[-1]
     assert f"msattn: {tmp_path} cannot be written (No space left on device); " in line
     assert f" GB are free in {tmp_path}. " in line
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "lines"),
+    [
+        (Fault("a worker ended"), 1, "msattn: job 0: a worker ended\nTraceback:\n  in f\n"),
+        (UserError("probes=9"), 2, "msattn: job 0: probes=9\nTraceback:\n  in f\n"),
+        (OutputClosed(), 1, ""),
+    ],
+)
+def test_an_error_in_a_sweep_names_its_job(
+    error: Exception,
+    code: int,
+    lines: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    error.add_note("Traceback:\n  in f")
+    monkeypatch.setattr(Command, "run", fail)
+    job = "train-mta", "tracker=none", f"outputs={tmp_path}"
+    assert exit_code(*job, "-m", "name=a,b") == code
+    assert capsys.readouterr().err == lines

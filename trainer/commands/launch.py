@@ -27,6 +27,7 @@ from msattn.trainer.config import JobConfig, typed
 from msattn.trainer.config.values import shown
 from msattn.trainer.errors import (
     Fault,
+    OutputClosed,
     TrainingDiverged,
     UserError,
     disk_error,
@@ -91,7 +92,9 @@ def launch(
                 results = [task(without_hydra(composed))]
     for number, result in enumerate(results):
         if isinstance(result, UserError | Fault):
-            raise type(result)(f"job {number}: {result}") if multirun else result
+            if multirun and not isinstance(result, OutputClosed):  # which has no line
+                result.args = (f"job {number}: {result}",)
+            raise result
     if multirun and (finish := COMMANDS[command].after_sweep):
         imported(finish)(results)
     return results
