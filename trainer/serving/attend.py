@@ -14,6 +14,7 @@ from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.buckets import BucketRouter, RoutedQueries
 from msattn.trainer.methods.selection import Selection
+from msattn.trainer.models.families import check_transformers
 from msattn.trainer.models.layer_attention import (
     LayerInputs,
     attention_recall,
@@ -32,13 +33,15 @@ from msattn.trainer.serving.dispatch import (
     Routing,
     whole_window,
 )
-from msattn.trainer.serving.engines.batch_pages import batching_config
 from msattn.trainer.serving.paged.passes import PagedPass, PagedPasses, PromptPages, TokenPages
 from msattn.trainer.serving.statistics import SparseStats, Statistics
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig
 
+# default share of the free memory: buckets and pooled keys need room next to the cache
+CACHE_SHARE_OF_MEMORY = 0.8
+PAGE_SIZE = 256
 COUNTED = (FALLBACK, BY_CHOICE, "graph_steps", "eager_steps")
 
 
@@ -193,7 +196,13 @@ class Sparse(NotCopied):
         ------
         UserError : transformers is older than 5.23.
         """
-        return batching_config(**options)
+        check_transformers("generate_batch")
+        from transformers import ContinuousBatchingConfig
+
+        own: dict[str, Any] = {"page_size": PAGE_SIZE, "auto_switch_to_flash": False}
+        if torch.cuda.is_available():
+            own |= {"max_memory_percent": CACHE_SHARE_OF_MEMORY, "use_cuda_graph": (False, True)}
+        return ContinuousBatchingConfig(**{**own, **options})
 
     def attend(self, x: LayerInputs) -> Tensor:
         """Returns the attention of one layer, ``[B, Hq, N, D]``: sparse if an artifact supports

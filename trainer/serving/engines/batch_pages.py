@@ -1,5 +1,4 @@
-"""The pages of transformers' continuous batching: its configuration, the state of a cache, and its
-passes.
+"""The pages of transformers' continuous batching: the state of a cache, and its passes.
 
 transformers describes a pass in one of two ways. With a block table every sequence has one new
 token, the attention function writes its key, and all lengths stay on the device, as in a CUDA
@@ -7,32 +6,13 @@ graph. Otherwise the pass lists the slots to write, and the slots of all keys of
 after another.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from msattn.trainer.models.families import check_transformers
 from msattn.trainer.serving.paged.passes import PagedPass, PagedPasses, TokenPages
 from msattn.trainer.serving.paged.state import PagedState
-
-if TYPE_CHECKING:
-    from transformers import ContinuousBatchingConfig
-
-# default share of the free memory: buckets and pooled keys need room next to the cache
-CACHE_SHARE_OF_MEMORY = 0.8
-PAGE_SIZE = 256
-
-
-def batching_config(**options: Any) -> "ContinuousBatchingConfig":
-    """Returns the configuration for an attached model, in which ``options`` replace values."""
-    check_transformers("generate_batch")
-    from transformers import ContinuousBatchingConfig
-
-    own: dict[str, Any] = {"page_size": PAGE_SIZE, "auto_switch_to_flash": False}
-    if torch.cuda.is_available():
-        own |= {"max_memory_percent": CACHE_SHARE_OF_MEMORY, "use_cuda_graph": (False, True)}
-    return ContinuousBatchingConfig(**{**own, **options})
 
 
 def is_paged(cache: Any) -> bool:

@@ -7,7 +7,7 @@ from msattn.trainer.config.commands import ServerLimits
 from msattn.trainer.errors import UserError
 from msattn.trainer.memory import free_memory
 from msattn.trainer.models.families import head_dim, max_length, num_kv_heads, num_layers
-from msattn.trainer.serving.engines.batch_pages import CACHE_SHARE_OF_MEMORY
+from msattn.trainer.serving.attend import CACHE_SHARE_OF_MEMORY
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig, PreTrainedConfig, PreTrainedModel
