@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from pkgutil import get_data
 from typing import Any
 
 from msattn.trainer.commands.compose import compose_raw, initialized_hydra, without_hydra
@@ -132,7 +131,7 @@ def first_sentence(group: str, option: str) -> str:
     if group == "select" and option in POLICIES:
         return _first_paragraph(str(POLICIES[option].__doc__)).replace("``", "")
     if group == "select" and option in BASELINES:
-        source = ast.parse(get_data(UNTRAINED, f"scores/{option}.py") or b"")
+        source = ast.parse((UNTRAINED / f"scores/{option}.py").read_bytes())
         return f"Untrained: {_first_paragraph(ast.get_docstring(source) or '')}"
     # otherwise an option of --config-dir
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []

@@ -4,7 +4,7 @@ share; the names of block scores and routers.
 
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, fields, replace
-from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Annotated, Any
 
@@ -15,13 +15,9 @@ from msattn.trainer.config.values import nearest, one_of, require
 from msattn.trainer.errors import UserError
 
 # a module of its packages is a method; its import would import torch
-UNTRAINED = "msattn.trainer.methods.untrained"
+UNTRAINED = Path(__file__).parents[1] / "methods/untrained"
 BASELINES, ROUTERS = (
-    tuple(
-        sorted(
-            module.name for module in iter_modules(import_module(f"{UNTRAINED}.{kind}").__path__)
-        )
-    )
+    tuple(sorted(module.name for module in iter_modules([str(UNTRAINED / kind)])))
     for kind in ("scores", "routers")
 )
 GATE_SCORES = ("gate", "gate_question")
