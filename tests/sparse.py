@@ -27,6 +27,7 @@ from tests.factory import random_partition
 BLOCK, BUCKETS, LAYERS = 16, 6, 2
 EVERY_BLOCK = SelectConfig(sparsity=0.0)
 NEAREST_HALF = SelectConfig(sparsity=0.5, sink_blocks=0, local_blocks=0)
+HALF: Any = SelectConfig(sparsity=0.5, scores="gate", sink_blocks=0, local_blocks=0)
 
 
 def gate_for(model: Any) -> Gate:

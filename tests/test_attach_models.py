@@ -14,10 +14,9 @@ import msattn
 from msattn.trainer.config import SelectConfig
 from msattn.trainer.errors import UserError
 from tests.factory import random_partition, random_tokens, tiny_model
-from tests.sparse import gate_for, save
+from tests.sparse import NEAREST_HALF, gate_for, save
 
-HALF = SelectConfig(sparsity=0.5, sink_blocks=0, local_blocks=0)
-SPARSE: dict[str, Any] = {"select": HALF, "probes": 1, "recent": 4, "dense_layers": ()}
+SPARSE: dict[str, Any] = {"select": NEAREST_HALF, "probes": 1, "recent": 4, "dense_layers": ()}
 
 
 def quantized_to_int8(folder: Path) -> Any:

@@ -17,10 +17,8 @@ from msattn.kernels.bench import cases, decode_cases, peers, prefill_cases
 from msattn.kernels.bench.rows import PeakRates, Work, throughput
 from msattn.kernels.operations import IN_FP8, OPERATIONS, SOFT_CAPPED
 from tests.commands.conftest import Refused, Run
+from tests.kernels.problems import SMALL
 
-SMALL = bench.Shape(
-    130, batch=2, q_heads=6, kv_heads=2, head_size=16, dtype=torch.float32, device="cpu"
-)
 OPTIONS = bench.Options(lengths=[130], queries=[1, 3], kernels=[(6, 11), (1, 3)])
 TINY = [
     "bench",

@@ -3,18 +3,15 @@ nearest names.
 """
 
 import re
-from pathlib import Path
 
 import pytest
 
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.jobs import COMMANDS, imported
-from msattn.trainer.commands.keys import first_sentence, keys_of
+from msattn.trainer.commands.keys import CONF, first_sentence, keys_of
 from msattn.trainer.config import BASELINES, POLICIES
 from msattn.trainer.errors import UserError
 from tests.commands.conftest import Run
-
-CONF = Path(__file__).parents[2] / "conf"
 
 
 def test_every_command_has_its_job() -> None:

@@ -5,7 +5,6 @@ name.
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,11 @@ import yaml
 from msattn.trainer import config as schemas
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.commands.jobs import COMMANDS
+from msattn.trainer.commands.keys import CONF
 from msattn.trainer.config import SelectConfig, defaults, known_keys, leaves, nearest
 from msattn.trainer.config.model import packaged_models
 from msattn.trainer.errors import UserError
 
-CONF = Path(__file__).parents[2] / "conf"
 WITH_A_MODEL = [
     name for name, command in COMMANDS.items() if issubclass(command.schema, schemas.RunConfig)
 ]

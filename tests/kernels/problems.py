@@ -10,10 +10,14 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from msattn.kernels import bench
 from msattn.kernels.common.fp8 import FP8, dequantize, quantize
 from msattn.kernels.testing import assert_within_budget, random_pages, random_qkv, starts, visible
 from msattn.kernels.types import PagedKeys
 
+SMALL = bench.Shape(
+    130, batch=2, q_heads=6, kv_heads=2, head_size=16, dtype=torch.float32, device="cpu"
+)
 Numbers = int | Sequence[int]  # of all sequences, or of each
 ANY_LENGTHS = {  # of queries, and of so many more keys
     "n": st.integers(1, 150),

@@ -11,10 +11,8 @@ from msattn.kernels.bench import candidate_tiles as tiles
 from msattn.kernels.bench import cases
 from msattn.kernels.bench.timing import compile_seconds
 from msattn.kernels.tuned import Tile
+from tests.kernels.problems import SMALL
 
-SMALL = bench.Shape(
-    130, batch=2, q_heads=6, kv_heads=2, head_size=16, dtype=torch.float32, device="cpu"
-)
 OPTIONS = bench.Options(lengths=[130], sparsities=[0.5])
 pytestmark = pytest.mark.usefixtures("round_figures")
 

@@ -30,6 +30,7 @@ from tests.factory import (
 )
 from tests.sparse import (
     BLOCK,
+    HALF,
     LAYERS,
     attach_reading_all,
     by_pooled_scores,
@@ -37,7 +38,6 @@ from tests.sparse import (
     run_in_passes,
 )
 
-HALF: Any = SelectConfig(sparsity=0.5, scores="gate", sink_blocks=0, local_blocks=0)
 TRAINING_FREE = ("quest", "mean_pool", "sink_local", "oracle")
 MODELS = [*zip(cycle(FAMILIES), ROPE_TYPES, strict=False)]  # each type of RoPE, families in turn
 

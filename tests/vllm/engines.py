@@ -31,6 +31,13 @@ EVERY_KEY = {
     "probes": 64,
     "dense_below": 0,
 }
+SPARSE: dict[str, Any] = {
+    "gate": "embedded",
+    "qmodel": "embedded",
+    "sparsity": 0.9,
+    "recent": 64,
+    "dense_below": 0,
+}
 
 # vLLM 0.32 looks for kernels in all modules when an engine starts, which fails once drafts of
 # n-grams have loaded numba; the first time is enough

@@ -11,15 +11,8 @@ from msattn.trainer.errors import UserError
 from msattn.trainer.serving.engines.vllm.backend import clear_stats, stats
 from msattn.trainer.serving.engines.vllm.plugin import backend_name
 from tests.factory import prompts_of
-from tests.vllm.engines import MODEL, answers, engine
+from tests.vllm.engines import MODEL, SPARSE, answers, engine
 
-SPARSE: dict[str, Any] = {
-    "gate": "embedded",
-    "qmodel": "embedded",
-    "sparsity": 0.9,
-    "recent": 64,
-    "dense_below": 0,
-}
 DRAFTS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
     "model": {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 3},

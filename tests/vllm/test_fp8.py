@@ -27,15 +27,8 @@ from msattn.trainer.serving.engines.vllm.backend import clear_stats, stats
 from msattn.trainer.serving.paged.passes import PagedPass
 from tests.factory import prompts_of
 from tests.house.modules import ROOT
-from tests.vllm.engines import EVERY_KEY, MODEL, answers, cached_tokens, engine
+from tests.vllm.engines import EVERY_KEY, MODEL, SPARSE, answers, cached_tokens, engine
 
-SPARSE: dict[str, Any] = {
-    "gate": "embedded",
-    "qmodel": "embedded",
-    "sparsity": 0.9,
-    "recent": 64,
-    "dense_below": 0,
-}
 IN_FP8 = {"kv_cache_dtype": "fp8"}
 
 

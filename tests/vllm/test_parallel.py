@@ -10,15 +10,8 @@ from vllm.distributed.device_communicators import shm_broadcast
 from msattn.trainer.serving.engines.vllm.backend import stats
 from tests.factory import prompts_of
 from tests.house.modules import ROOT
-from tests.vllm.engines import answers, builder_of, engine
+from tests.vllm.engines import SPARSE, answers, builder_of, engine
 
-SPARSE: dict[str, Any] = {
-    "gate": "embedded",
-    "qmodel": "embedded",
-    "sparsity": 0.9,
-    "recent": 64,
-    "dense_below": 0,
-}
 LAYERS = 6
 # layer 0 is dense in decoding
 ROUTED = range(1, LAYERS)

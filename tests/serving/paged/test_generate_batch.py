@@ -30,9 +30,8 @@ from msattn.trainer.serving.paged import passes
 from msattn.trainer.serving.paged.kept_sizes import BucketSizes
 from tests.factory import prompts_of, random_partition, tiny_model
 from tests.serving.paged.batches import GREEDY, PAGE, alone, answer, one_by_one, served, together
-from tests.sparse import BLOCK, BUCKETS, EVERY_BLOCK, LAYERS, attach_reading_all, gate_for
+from tests.sparse import BLOCK, BUCKETS, EVERY_BLOCK, HALF, LAYERS, attach_reading_all, gate_for
 
-HALF: Any = SelectConfig(sparsity=0.5, scores="gate", sink_blocks=0, local_blocks=0)
 PRODUCTS = """
 import torch
 
