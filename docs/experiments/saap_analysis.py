@@ -182,7 +182,7 @@ class Measures:
 @torch.inference_mode()
 def main() -> None:
     """Prints the measures."""
-    parser = ArgumentParser(description="Analyse queries, keys and buckets.")
+    parser = ArgumentParser(description="Analyze queries, keys and buckets.")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of msattn eval")
     cfg: Any = compose(
         "eval", ["eval=analysis", "eval.analysis.num_chunks=10", *parser.parse_args().overrides]

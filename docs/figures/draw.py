@@ -26,7 +26,7 @@ Rows = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of one page background."""
+    """Colors of one page background."""
 
     text: str
     grid: str

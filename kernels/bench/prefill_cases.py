@@ -52,7 +52,7 @@ def block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase
         settings.append((options.sparsities[0], shape.kv_heads))
     for sparsity, heads in settings:
         mask = _mask(shape, sparsity, heads)
-        work, realised = _work(shape, mask, options.backward)
+        work, realized = _work(shape, mask, options.backward)
         setting = peers.capped_setting(
             f"{sparsity:.0%} sparse" + (", group masks" if heads < shape.q_heads else ""), cap
         )
@@ -63,21 +63,21 @@ def block_sparse_attention(shape: Shape, options: Options) -> Iterator[BenchCase
             mask,
             coarse=options.backward,
             setting=setting,
-            sparsity=realised,
+            sparsity=realized,
             softcap=cap,
         )
-        yield prefill_case(*forms, layers, work, [*dense, flex], setting, realised)
+        yield prefill_case(*forms, layers, work, [*dense, flex], setting, realized)
     for sparsity in () if options.backward else options.sparsities:
         setting = peers.capped_setting(f"{sparsity:.0%} sparse, {SMALL} keys", cap)
         block_sparse = _block_sparse_peer(
             shape, qkv, _mask(shape, sparsity, shape.q_heads), options, setting
         )
         mask = _mask(shape, sparsity, shape.q_heads, SMALL)
-        work, realised = _work(shape, mask, False, SMALL)
+        work, realized = _work(shape, mask, False, SMALL)
         small = forms_of("block_sparse_attention", softcap=cap, key_block_size=SMALL)
         rows = partial(_row_inputs, key_block_size=SMALL)
         yield BenchCase(
-            *small, [(*qkv, mask)], work, [*dense, block_sparse], setting, realised, window=rows
+            *small, [(*qkv, mask)], work, [*dense, block_sparse], setting, realized, window=rows
         )
 
 
@@ -107,12 +107,12 @@ def paged_block_sparse_attention(shape: Shape, options: Options) -> Iterator[Ben
     for sparsity in options.sparsities:
         mask = _mask(shape, sparsity, shape.q_heads)
         setting = peers.capped_setting(f"{sparsity:.0%} sparse", cap)
-        work, realised = _work(shape, mask, False)
+        work, realized = _work(shape, mask, False)
         compared = [*dense, _block_sparse_peer(shape, qkv, mask, options, setting)]
         for page_size, cache in caches.items():
             forms = Forms(_call_on_pages(shape, cache, mask, cap), exact, plain)
             name = f"{setting}, {pages} of {page_size}"
-            yield prefill_case(*forms, [(*qkv, mask)], work, compared, name, realised)
+            yield prefill_case(*forms, [(*qkv, mask)], work, compared, name, realized)
     forms = Forms(_call_on_pages(shape, caches[PAGE_SIZES[-1]], None, cap), exact, plain)
     name = peers.capped_setting(f"all blocks, {pages} of {PAGE_SIZES[-1]}", cap)
     yield prefill_case(*forms, [all_blocks], peers.dense_work(shape, False), dense, name)
@@ -156,11 +156,11 @@ def multiscale_attention(shape: Shape, options: Options) -> Iterator[BenchCase]:
     dense = _dense(shape, qkv, options, forms.eager, (*qkv, _mask(shape, 0, 1).byte()), terms=2)
     for sparsity in options.sparsities:
         zoom, setting = _zoom(shape, sparsity), peers.capped_setting(f"{sparsity:.0%} sparse", cap)
-        work, realised = _work(shape, zoom, options.backward)
+        work, realized = _work(shape, zoom, options.backward)
         block_sparse = _block_sparse_peer(
             shape, qkv, _mask(shape, sparsity, shape.q_heads), options, setting
         )
-        yield prefill_case(*forms, [(*qkv, zoom)], work, [*dense, block_sparse], setting, realised)
+        yield prefill_case(*forms, [(*qkv, zoom)], work, [*dense, block_sparse], setting, realized)
 
 
 def _block_sparse_peer(

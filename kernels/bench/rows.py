@@ -108,7 +108,7 @@ class BenchRow:
     kv_heads: int
     head_size: int
     dtype: str
-    sparsity: float  # realised share of the visible keys that is not read
+    sparsity: float  # realized share of the visible keys that is not read
     ms: float | None = None  # median of the time of one run; the next two are its quartiles
     q1: float | None = None
     q3: float | None = None

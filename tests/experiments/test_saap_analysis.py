@@ -9,7 +9,7 @@ import torch
 from saap_analysis import bin_stages, kdeformer_order, reformer_order
 
 
-def test_neighbours_in_kdeformers_order_differ_in_one_sign() -> None:
+def test_neighbors_in_kdeformers_order_differ_in_one_sign() -> None:
     signs = torch.tensor([*itertools.product((-1.0, 1.0), repeat=4)])
     places = kdeformer_order(signs, torch.eye(4))
     assert sorted(places.tolist()) == list(range(16))

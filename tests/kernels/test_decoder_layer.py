@@ -24,7 +24,7 @@ def _no_grad() -> Any:
 
 
 def assert_same(got: Tensor, want: Tensor, backend: Backend) -> None:
-    """Asserts equality; of two roundings in a row, Triton's may each go to the neighbouring
+    """Asserts equality; of two roundings in a row, Triton's may each go to the neighboring
     number.
     """
     if backend == "torch":

@@ -20,7 +20,7 @@ BLOCK = 16
 
 
 def slow_vertical_slash(x: LayerInputs, row: int, head: int, last: int) -> Tensor:
-    """Unnormalised block scores ``[Tr, Tc]`` of one sequence and head, with dictionaries of columns
+    """Unnormalized block scores ``[Tr, Tc]`` of one sequence and head, with dictionaries of columns
     and distances.
     """
     pad = 0 if x.kv_start is None else int(x.kv_start[row])

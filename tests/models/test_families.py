@@ -242,7 +242,7 @@ def test_every_family_is_tested_and_documented() -> None:
     assert all(f"`{family}`" in guide for family in FAMILIES)
 
 
-# a part of the channels, neighbours, half of the angles
+# a part of the channels, neighbors, half of the angles
 @pytest.mark.parametrize("family", ["phi3", "glm4", "gpt_oss"])
 def test_gates_rotate_channels_as_the_model_does(family: str) -> None:
     """The projection of an untrained gate commutes with the rotation, also of the channels that

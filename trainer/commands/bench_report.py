@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OURS = ("msattn", SHIPPED)  # emphasized in the table and in the figure
-COLORS = {  # Okabe and Ito's palette, distinguishable with colour vision deficiency, and two more
+COLORS = {  # Okabe and Ito's palette, distinguishable with color vision deficiency, and two more
     "msattn": "#D55E00",
     SHIPPED: "#A63603",
     "flash": "#0072B2",
@@ -115,9 +115,9 @@ def figure(rows: Sequence[BenchRow], notes: Sequence[str]) -> "Figure":
 
 
 def line_styles(rows: Sequence[BenchRow]) -> dict[str, dict[str, Any]]:
-    """Returns the style of each line: its own colour, and one marker per setting.
+    """Returns the style of each line: its own color, and one marker per setting.
 
-    The first line of a variant in :data:`COLORS` has that colour. The other lines have evenly
+    The first line of a variant in :data:`COLORS` has that color. The other lines have evenly
     spaced hues.
     """
     settings = list(dict.fromkeys(row.setting for row in rows))

@@ -105,7 +105,7 @@ class CalibratedLayer(Best):
 
 @schema("select.")
 class Threshold(Best):
-    """Selects every block whose row-normalised score is at least ``threshold``."""
+    """Selects every block whose row-normalized score is at least ``threshold``."""
 
     threshold: Sparsity = key("smallest row-normalized score that is read", default=0.002)
 

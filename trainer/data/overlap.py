@@ -12,7 +12,7 @@ from msattn.trainer.errors import UserError, print_once
 WINDOW = 200  # characters, after normalization
 # one in this many windows is compared; its hash decides, so both texts sample the same windows
 SAMPLED = 16
-# share of the held-out windows; less may be licences and headings that many documents have
+# share of the held-out windows; less may be licenses and headings that many documents have
 REFUSED_SHARE = 0.01
 # characters compared of a streamed dataset: takes seconds, and is most of what a training run reads
 STREAMED = 2**26

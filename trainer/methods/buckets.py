@@ -50,7 +50,7 @@ class Router(nn.Module, ABC):
     """Base class of routers, which score buckets of keys for a query and choose the buckets that it
     reads.
 
-    Buckets are either formed by content, see :class:`BucketRouter`, or blocks of neighbouring keys,
+    Buckets are either formed by content, see :class:`BucketRouter`, or blocks of neighboring keys,
     see :class:`~msattn.trainer.methods.key_blocks.BlockRouter`. Queries belong to a single token.
     Serving and evaluation use only these attributes and methods of a router.
     """

@@ -1,4 +1,4 @@
-"""Blocks of neighbouring keys as buckets, for routers that choose by position or by a summary of
+"""Blocks of neighboring keys as buckets, for routers that choose by position or by a summary of
 the keys in a block.
 """
 

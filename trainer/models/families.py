@@ -40,7 +40,7 @@ class Family:
     one_window: bool = False
     # the norms of queries and keys run on [B, H, N, D], not on the outputs of the projections
     heads_first: bool = False
-    # RoPE rotates neighbouring channels 2 i and 2 i + 1, not i and i + r / 2 of r rotated ones
+    # RoPE rotates neighboring channels 2 i and 2 i + 1, not i and i + r / 2 of r rotated ones
     interleaved: bool = False
     # rotates a share of the channels, if the configuration says so; others would ignore that share
     partial_rope: bool = False

@@ -1,6 +1,6 @@
 """Multi-Token Attention (Golovneva et al., 2025, arXiv 2504.00927) for Llama models.
 
-In plain attention a weight depends on one query and one key. Here the scores of neighbouring
+In plain attention a weight depends on one query and one key. Here the scores of neighboring
 queries and keys, or of several heads, are mixed, so a head can attend to places where several
 features occur together. All mixing starts as the identity, so a pretrained model is unchanged
 before training::
@@ -172,7 +172,7 @@ class HeadNorm(nn.Module):
         self.scale = 1 - (0.8 - 0.6 * math.exp(-0.3 * layer))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalises ``x [B, Hq, N, D]`` in fp32 and returns its dtype."""
+        """Normalizes ``x [B, Hq, N, D]`` in fp32 and returns its dtype."""
         normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.EPS)
         return (normed * self.weight[:, None] * self.scale).to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""The training loop: a thin specialisation of ``transformers.Trainer``.
+"""The training loop: a thin specialization of ``transformers.Trainer``.
 
 :func:`fit` trains any module whose forward returns ``{"loss": scalar, "parts": {name: scalar}}``.
 It adds to the Trainer: completion markers for checkpoints, bit-identical resuming, an error that

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-SMALLEST_SHARE = 1e-4  # share of a row; all smaller shares have the same colour
+SMALLEST_SHARE = 1e-4  # share of a row; all smaller shares have the same color
 DPI = 120
 INVISIBLE = "#E3E3E3"
 

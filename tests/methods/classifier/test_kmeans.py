@@ -40,11 +40,11 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 def blobs(heads: int = 2, num_points: int = 3000, modes: int = 24, seed: int = 0) -> Tensor:
     """Returns points around random directions, with random norms: ``[H, n, D]``."""
     dim, generator = 16, torch.Generator().manual_seed(seed)
-    centres = normalize(torch.randn(heads, modes, dim, generator=generator), dim=-1)
+    centers = normalize(torch.randn(heads, modes, dim, generator=generator), dim=-1)
     picked = torch.randint(0, modes, (heads, num_points), generator=generator)
     noise = 0.15 * torch.randn(heads, num_points, dim, generator=generator)
     lengths = 1 + torch.rand(heads, num_points, 1, generator=generator)
-    return lengths * (centres[torch.arange(heads)[:, None], picked] + noise)
+    return lengths * (centers[torch.arange(heads)[:, None], picked] + noise)
 
 
 def mean_objective(points: Tensor, centroids: Tensor) -> float:

@@ -28,7 +28,7 @@ LIST_ROOM = 16384  # most tokens of a list of words
 EXAMPLES = 0.3  # share of the exercises about lists that solve a small one first
 # share of the exercises whose keys are identifiers, and of those whose values are
 IDENTIFIERS = 0.06
-_COLOUR_WORDS = (
+_COLOR_WORDS = (
     "amber azure black blue bronze brown copper coral crimson cream golden green grey indigo iron "
     "ivory jade lemon lilac maroon olive orange pale pearl pink plum purple red rose ruby silver "
     "white"
@@ -40,7 +40,7 @@ _THING_WORDS = (
     "island kettle key ladder lantern leaf lion mirror mountain oak otter owl pony rabbit raven "
     "river ship spoon stone tiger tower wagon willow wolf"
 )
-_COLOURS, _THINGS = _COLOUR_WORDS.split(), _THING_WORDS.split()
+_COLORS, _THINGS = _COLOR_WORDS.split(), _THING_WORDS.split()
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ Task = Callable[[Rng, int, Sequence[str]], Exercise]
 
 def random_key(rng: Rng) -> str:
     """Draws a key of two words, one of 2,176 pairs."""
-    return f"{_COLOURS[rng.integers(len(_COLOURS))]} {_THINGS[rng.integers(len(_THINGS))]}"
+    return f"{_COLORS[rng.integers(len(_COLORS))]} {_THINGS[rng.integers(len(_THINGS))]}"
 
 
 def random_value(rng: Rng, digits: int = ANSWER_DIGITS) -> str:
@@ -370,7 +370,7 @@ def _wordings(rng: Rng, count: int, words: Sequence[str]) -> list[Wording]:
 
 
 def _keys(rng: Rng, count: int, words: Sequence[str]) -> list[str]:
-    """Draws distinct keys: pairs of a colour and a thing, or one to three words, so that no fixed
+    """Draws distinct keys: pairs of a color and a thing, or one to three words, so that no fixed
     list of keys is learned.
     """
     between = one(rng, KEY_SEPARATORS)

@@ -110,7 +110,7 @@ def _time_axis(axes: "Axes", times: list[float]) -> None:
 
 
 def perplexity(rows: list[EvalRow]) -> "Figure | None":
-    """Plots the rise of perplexity over dense attention against realised sparsity, with intervals
+    """Plots the rise of perplexity over dense attention against realized sparsity, with intervals
     of paired differences.
     """
     rows = [row for row in rows if not row.method.is_dense]

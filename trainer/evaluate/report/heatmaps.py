@@ -21,7 +21,7 @@ from msattn.trainer.evaluate.row import WINDOW, EvalRow
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MAX_LABELLED_COLUMNS = 24  # a needle grid with more columns has no numbers in its cells
+MAX_LABELED_COLUMNS = 24  # a needle grid with more columns has no numbers in its cells
 
 
 def recall_heads(rows: list[EvalRow]) -> "Figure | None":
@@ -105,7 +105,7 @@ def _grid(
         )
         if number:
             axes.axvline(number * len(parts) - 0.5, color="white", linewidth=3)
-    if len(columns) <= MAX_LABELLED_COLUMNS:
+    if len(columns) <= MAX_LABELED_COLUMNS:
         for y, line in enumerate(table):
             for x, share in enumerate(line):
                 color = "black" if share > 0.6 else "white"

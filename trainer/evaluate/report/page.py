@@ -30,7 +30,7 @@ TEXT_COLUMNS = (
     *("task", "method", "setting", "launched by", "answer", "key", "here", "there"),
     *("quality", "best trained", "best untrained"),
 )
-# colours of figures that follow the page's theme
+# colors of figures that follow the page's theme
 THEME = {INK: "var(--ink)", GRID: "var(--grid)", BLUE: "var(--blue)"}
 
 
@@ -92,7 +92,7 @@ def _facts(about: dict[str, Any]) -> dict[str, str]:
 
 
 def _inline(path: Path) -> str:
-    """Returns an SVG file in the colours of the page."""
+    """Returns an SVG file in the colors of the page."""
     text = path.read_text(encoding="utf-8")
     drawing = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     for color, variable in THEME.items():

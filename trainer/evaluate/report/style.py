@@ -1,4 +1,4 @@
-"""Colours and axes that all figures share."""
+"""Colors and axes that all figures share."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.image import AxesImage
 
-# Text and axes; grid and empty areas; the gate. The page replaces these colours by those of its
+# Text and axes; grid and empty areas; the gate. The page replaces these colors by those of its
 # theme.
 INK, GRID, BLUE = "#222222", "#E3E3E3", "#0072B2"
 # ticks of the share of keys read, in percent
@@ -202,13 +202,13 @@ def legend_outside(figure: "Figure", axes: "Axes") -> None:
 
 def legend_below(figure: "Figure", panels: "list[Axes]") -> None:
     """Adds one legend of all ``panels`` below them."""
-    labelled = {
+    labeled = {
         label: handle
         for axes in panels
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
     figure.legend(
-        labelled.values(), labelled, loc="outside lower center", ncols=5, frameon=False, fontsize=9
+        labeled.values(), labeled, loc="outside lower center", ncols=5, frameon=False, fontsize=9
     )
 
 

@@ -1,6 +1,6 @@
 """Perplexity of held-out text with dense attention, gates and baselines, at each sparsity.
 
-Beside it stand two measures of quantised models (llama.cpp's): the Kullback-Leibler divergence
+Beside it stand two measures of quantized models (llama.cpp's): the Kullback-Leibler divergence
 KL(dense || sparse) of the predictions in nats, and the share of tokens at which dense and sparse
 attention predict the same token.
 """

@@ -22,7 +22,7 @@ from msattn.trainer.models.loading import Loaded
 from msattn.trainer.models.tap import LayerInputs, visit_layers
 
 MAP_SIDE = 64  # blocks; larger maps are max-pooled to this size
-BINS = 128  # groups of neighbouring keys in the picture of a decoded token
+BINS = 128  # groups of neighboring keys in the picture of a decoded token
 DIGITS = 5  # decimal places of stored shares
 
 
@@ -103,7 +103,7 @@ def _reads_of_newest(
     outside the window.
 
     The first number is this mass. Shares of mass and of keys are those of up to ``BINS`` groups of
-    neighbouring keys.
+    neighboring keys.
     """
     query, queries_of_head = x.q[0, :, -1].float(), x.q.shape[1] // x.k.shape[1]
     logits = query.unflatten(0, (-1, queries_of_head)) @ x.k[0].float().transpose(1, 2) * x.scale
@@ -159,7 +159,7 @@ def _summary(read: Tensor, mass: Tensor) -> dict[str, Any]:
 
 
 def _bins(values: Tensor) -> Tensor:
-    """Splits ``values [M]`` into at most ``BINS`` groups of neighbours: ``[groups, size]``, padded
+    """Splits ``values [M]`` into at most ``BINS`` groups of neighbors: ``[groups, size]``, padded
     with zeros.
     """
     size = -(-len(values) // BINS)

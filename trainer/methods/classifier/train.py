@@ -1,4 +1,4 @@
-"""``msattn train-qmodel``: distils the frozen model's attention over buckets (SAAP, arXiv
+"""``msattn train-qmodel``: distills the frozen model's attention over buckets (SAAP, arXiv
 2502.08246, section 4).
 
 Queries and targets are cached first (:mod:`msattn.trainer.methods.classifier.targets`), or drawn
