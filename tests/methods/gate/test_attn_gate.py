@@ -20,7 +20,7 @@ from msattn.trainer.methods.gate.attn_gate import AttnGate, Gate, GateScores
 from msattn.trainer.methods.gate.distillation import GateDistiller, gate_loss, gate_recall
 from msattn.trainer.methods.gate.train import gate_thresholds
 from msattn.trainer.methods.selection import Selection
-from msattn.trainer.methods.thresholds import Allocation
+from msattn.trainer.methods.thresholds import Allocation, calibrate_blocks
 from msattn.trainer.models import rope
 from msattn.trainer.models.tap import LayerInputs
 from tests.factory import inputs_of_layers, left_padded, random_tokens, tiny_config, tiny_model
@@ -279,7 +279,9 @@ def test_calibrated_thresholds_realise_the_mean_sparsity_of_each_layer(sparsity,
     gate = noisy_gate(config(), std=0.2)
     ids = topical_tokens(4, 40, seed=2)
     chunks = [{"input_ids": row} for row in ids]
-    gate.thresholds = gate_thresholds(gate, model, chunks, Allocation(floor))
+    gate.thresholds = calibrate_blocks(
+        {"gate": GateScores(gate)}, model, chunks, always=gate.always, allocation=Allocation(floor)
+    )
     selection = Selection.from_config(
         SelectConfig(policy="calibrated", scores="gate", sparsity=sparsity), gate
     )

@@ -29,7 +29,6 @@ from msattn.trainer.methods.gate.maps import BlockMaps
 from msattn.trainer.methods.key_thresholds import calibrate_keys
 from msattn.trainer.methods.thresholds import (
     CALIBRATION_CHUNKS,
-    Allocation,
     BlockThresholds,
     calibrate_blocks,
 )
@@ -185,16 +184,13 @@ def _calibrate(
 
 
 def gate_thresholds(
-    gate: Gate,
-    teacher: PreTrainedModel,
-    chunks: Iterable[dict[str, Any]],
-    allocation: Allocation | None = None,
+    gate: Gate, teacher: PreTrainedModel, chunks: Iterable[dict[str, Any]]
 ) -> dict[str, BlockThresholds]:
     """Returns the thresholds of the scores of a gate for prefill, by name, from
     :func:`calibrate_blocks`.
     """
     scorers = {name: scorer(gate) for name, scorer in GATE_SCORERS.items()}
-    return calibrate_blocks(scorers, teacher, chunks, always=gate.always, allocation=allocation)
+    return calibrate_blocks(scorers, teacher, chunks, always=gate.always)
 
 
 def _train(
