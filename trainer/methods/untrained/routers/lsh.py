@@ -25,9 +25,9 @@ class CollidingKeys(UntrainedBlocks):
 
     The code of a vector in a table consists of the signs of its products with :data:`BITS` random
     vectors, which all layers and heads share (SimHash, Charikar 2002). Keys are taken after RoPE
-    and centered, because attention does not change if their mean is subtracted. A query searches one
-    table after another until enough keys have collided twice, at most :data:`TABLES` tables, so it
-    may read fewer keys than requested. A query group reads the keys of all its heads, starting with
+    and centered, because attention does not change if their mean is subtracted. A query searches
+    one table after another until enough keys have collided twice, at most :data:`TABLES` tables, so
+    it may read fewer keys than requested. A query group reads the keys of all its heads, starting with
     those that collided in the earliest tables.
     """
 
@@ -49,8 +49,8 @@ class CollidingKeys(UntrainedBlocks):
         return (signs * 2 ** torch.arange(BITS, device=x.device)).sum(-1, dtype=torch.int16)
 
     def summarize(self, x: LayerInputs) -> Tensor:
-        """Returns the codes of the centered keys: int16 ``[B, Hkv, M, TABLES]``, from the end of the
-        left padding on.
+        """Returns the codes of the centered keys: int16 ``[B, Hkv, M, TABLES]``, from the end of
+        the left padding on.
         """
         keys, last = x.k.to(self.vectors.dtype), x.num_keys - 1
         if x.kv_start is not None:
