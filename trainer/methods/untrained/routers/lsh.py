@@ -27,8 +27,8 @@ class CollidingKeys(UntrainedBlocks):
     vectors, which all layers and heads share (SimHash, Charikar 2002). Keys are taken after RoPE
     and centered, because attention does not change if their mean is subtracted. A query searches
     one table after another until enough keys have collided twice, at most :data:`TABLES` tables, so
-    it may read fewer keys than requested. A query group reads the keys of all its heads, starting with
-    those that collided in the earliest tables.
+    it may read fewer keys than requested. A query group reads the keys of all its heads, starting
+    with those that collided in the earliest tables.
     """
 
     method = Method("LSH", style={"color": "#56B4E9", "marker": "^"})
