@@ -293,7 +293,7 @@ def test_other_ranks_write_no_run_folder(
         ("msattn train-", 1, "train-gate"),
         ("msattn train-gate model=ll", 2, "model=llama3"),
         ("msattn train-gate model = ll", 4, "llama3"),
-        ("msattn eval --multirun probes=4 select = or", 6, "oracle"),
+        ("msattn eval --multirun probes=4 select = to", 6, "topk"),
     ],
 )
 def test_completion(words: str, number: int, expected: str) -> None:

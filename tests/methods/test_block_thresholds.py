@@ -4,7 +4,6 @@ refusals.
 
 import re
 import time
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -175,14 +174,6 @@ def test_short_rows_are_read_whole(sizes: BlockSizes, blocks: int, short: int) -
     candidates = calibrated_quest(sizes).candidates(layer_inputs(blocks * sizes.queries))
     whole = (candidates.always == candidates.visible).all(-1).flatten().tolist()
     assert whole == [True] * short + [False] * (blocks - short)
-
-
-@pytest.mark.parametrize("blocks", [8, 20])
-def test_first_chunks_read_the_short_rows_of_their_prompt(blocks: int) -> None:
-    selection = calibrated_quest(BlockSizes(BLOCK, BLOCK))
-    chunk = replace(layer_inputs(blocks * BLOCK), ends_prompt=False)
-    whole = selection.candidates(layer_inputs(128 * BLOCK))
-    assert torch.equal(selection.candidates(chunk).local, whole.local[:, :, :blocks])
 
 
 @pytest.mark.parametrize("sparsity", [0.5, 0.9])

@@ -72,7 +72,7 @@ class Calibrated:
     """Selects part of each row's top-k share, and blocks above a threshold.
 
     The threshold depends on the layer, and in it only on the row, so prompts that are read in
-    chunks select the same blocks; see :class:`CalibratedLayer`.
+    chunks select the same blocks, except in short rows; see :class:`CalibratedLayer`.
     """
 
     sparsity: Sparsity = key(SPARSITY, default=0.5)

@@ -123,6 +123,9 @@ class RowCandidates:
         return best_blocks(scores, counts, self.visible, self.always, **limit)
 
 
+SHORT_PART = 8  # rows may be short in the first one of this many parts of the keys so far
+
+
 class AlwaysRead(NamedTuple):
     """Numbers of the visible blocks that every row reads in addition to its diagonal ones.
 
@@ -134,16 +137,14 @@ class AlwaysRead(NamedTuple):
     sink_blocks: int = 1
     local_blocks: int = 1  # blocks before the diagonal ones
     dense_queries: int = 0  # last queries whose rows read every block
-    # visible blocks up to which a row reads all of them
+    # visible blocks up to which a row reads all of them, if it is in the first part of its sequence
     short_rows: int = 0
-    # if it is in the first of this many parts of the keys; 0: anywhere
-    short_part: int = 8
 
     def num_short_rows(self, blocks: int) -> int:
         """Returns the number of visible blocks up to which rows of a sequence of ``blocks`` read
         all of them.
         """
-        return min(self.short_rows, blocks // self.short_part)
+        return min(self.short_rows, blocks // SHORT_PART)
 
 
 SINK_AND_LOCAL = AlwaysRead()
@@ -212,7 +213,7 @@ def _candidate_blocks(
         local = local.masked_fill(is_dense, 0)
     if always.short_rows:
         is_short = ends <= always.short_rows * sizes.ratio
-        is_short &= always.short_part * ends <= ends.amax(1, keepdim=True)
+        is_short &= SHORT_PART * ends <= ends.amax(1, keepdim=True)
         local = local.masked_fill(is_short, 0)
     ends, local = (x.int()[:, None, :, None] for x in (ends, local))
     return RowCandidates(ends, local, always.sink_blocks * sizes.ratio, -(-num_keys // sizes.keys))

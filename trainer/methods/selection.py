@@ -164,9 +164,7 @@ class Selection:
 
     def candidates(self, x: LayerInputs) -> RowCandidates:
         """Returns the blocks to select from."""
-        always = self.always
-        if not x.ends_prompt:  # of more keys than are known
-            always = always._replace(dense_queries=0, short_part=0)
+        always = self.always if x.ends_prompt else self.always._replace(dense_queries=0)
         return candidate_blocks(x, self.sizes, always)
 
 

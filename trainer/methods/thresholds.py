@@ -19,8 +19,9 @@ chunks of a prompt: neither it nor the scores of a gate depend on later rows.
 
 Rows of up to ``SHORT_ROWS`` row blocks in the first eighth of a prompt are read in full, because
 sparse attention changes predictions most there. This adds 1 % of the blocks in prompts of up to
-8192 tokens, less in longer ones. A chunk that does not end its prompt counts as the first eighth,
-so that chunks of prompts from 8192 tokens on read what one pass reads.
+8192 tokens, less in longer ones. In chunks the eighth is that of the keys so far, since how many
+will follow is not known: each chunk then reads the share, but a first chunk of less than 8192
+tokens reads less of these rows than one pass.
 
 Gates store thresholds of each of their scores; ``msattn eval`` measures thresholds of the baselines
 in the same way.
