@@ -88,7 +88,7 @@ def test_lists_in_parts(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     shared.assert_same(got, want)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("heads", "block", "keys"), [(4, 32, 16), pytest.param(2, 16, 16, marks=pytest.mark.slow)]
 )

@@ -107,7 +107,7 @@ def check_agrees_with_fp64(case: str, dtype: torch.dtype, backend: Backend, devi
     assert near.sum() < 0.01 * near.numel()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)])
 def test_rows_in_slabs(backend: Backend, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = pooled(random_arguments("several tiles", device)) | {"last_queries": True}
     rows = geometry(arguments)
