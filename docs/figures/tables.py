@@ -146,6 +146,19 @@ def at_share(task: str, length: str, head: str, form: str, *numbers: str) -> lis
     ]
 
 
+def of_blocks(model: str, methods: tuple[str, ...], *columns: Cell) -> Table:
+    """Returns the table of a model whose selections, ``gate_question`` and these methods over
+    blocks of 64 x 64 and the measured ones over 64 x 16, read equal shares.
+    """
+    chosen = [("64 x 64", method) for method in ("gate_question", *methods)]
+    chosen += [("64 x 16", method) for method in ("gate_question", "mean_pool", "xattention")]
+    lines = {
+        f"{blocks}|{COMPARED_TITLES[method]}": {"model": model, "blocks": blocks, "method": method}
+        for blocks, method in chosen
+    }
+    return Table("blocks", "blocks, queries x keys|chosen by", lines, list(columns))
+
+
 SELECTIONS = {  # of blocks, on the text on which answers were measured, too
     f"{blocks}|{COMPARED_TITLES[method]}": QWEN | {"text": "B", "blocks": blocks, "method": method}
     for blocks in ("64 x 64", "64 x 16")
@@ -226,27 +239,22 @@ TABLES = {
             for place, share in enumerate(("20", "10"))
         ],
     ),
-    "smollm2-equal": Table(
-        "blocks",
-        "blocks chosen by",
-        {
-            COMPARED_TITLES[method]: {"model": "smollm2", "blocks": "64 x 64", "method": method}
-            for method in (
-                "gate_question",
-                "gate",
-                "mean_pool",
-                "vertical_slash",
-                "minference",
-                "flexprefill",
-                "xattention",
-            )
-        },
-        [
-            *at_share("perplexity", "8192", "KL", ".3f", "kl_divergence"),
-            *at_share("perplexity", "8192", "perplexity over dense", ".3f", "ratio_to_dense"),
-            *at_share("ruler", "8192", "RULER (%)", ".1%", "score"),
-            *at_share("leval", "8192", "L-Eval over dense", ".3f", "ratio_to_dense"),
-        ],
+    "smollm2-equal": of_blocks(
+        "smollm2",
+        ("gate", "mean_pool", "vertical_slash", "minference", "flexprefill", "xattention"),
+        *at_share("perplexity", "8192", "KL", ".3f", "kl_divergence"),
+        *at_share("perplexity", "8192", "perplexity over dense", ".3f", "ratio_to_dense"),
+        *at_share("ruler", "8192", "RULER (%)", ".1%", "score"),
+        *at_share("leval", "8192", "L-Eval over dense", ".3f", "ratio_to_dense"),
+    ),
+    "gemma-equal": of_blocks(
+        "gemma3_270m",
+        ("gate", "vertical_slash", "minference", "flexprefill"),
+        *at_share("perplexity", "8192", "KL", ".3f", "kl_divergence"),
+        *at_share("perplexity", "8192", "perplexity over dense", ".3f", "ratio_to_dense"),
+        *at_share("ruler", "8192", "RULER (%)", ".1%", "score"),
+        *at_share("perplexity", "32768", "KL, 32,768 tokens", ".3f", "kl_divergence"),
+        *at_share("perplexity", "32768", "perplexity over dense", ".3f", "ratio_to_dense"),
     ),
     "first-token": Table(
         "speed",
