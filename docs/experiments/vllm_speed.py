@@ -203,15 +203,18 @@ def start(
         require(
             key in accepted, "--engine", key, f"vLLM has no such parameter{nearest(key, accepted)}"
         )
-    given: dict[str, Any] = {"max_model_len": length, "max_num_seqs": requests}
+    given: dict[str, Any] = {
+        "max_model_len": length,
+        "max_num_seqs": requests,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": False,
+    }
     if options is not None:
         given |= {
             "attention_backend": backend_name(),
             "additional_config": {SECTION: dict(options)},
         }
-    return LLM(
-        model=model, skip_tokenizer_init=True, disable_log_stats=False, **{**given, **engine}
-    )
+    return LLM(model=model, **{**given, **engine})
 
 
 def answered(llm: Any, length: int, requests: int, new: int) -> dict[str, float | None]:

@@ -25,6 +25,7 @@ def test_both_engines_answer_the_same_requests(
         "max_num_batched_tokens": 256,
         "block_size": 64,
         "gpu_memory_utilization": 0.3,
+        "skip_tokenizer_init": True,  # as it is by default
     }
     file = tmp_path / "figures.json"
     arguments = (str(MODEL), "--msattn", json.dumps(EVERY_KEY), "--engine", json.dumps(engine))
