@@ -1,9 +1,8 @@
 """Settings of gates chosen by what sparse attention does to predictions: target, weight of means.
 
-Both depend on the model. The largest attention mass of a block's queries is the better target for
-SmolLM2, their mean for Gemma 3; means of queries and keys help SmolLM2 at every sparsity and cost
-Gemma 3 much at 50 %. The loss of a gate does not tell, as it counts all blocks, and predictions
-depend on those at the threshold.
+Both depend on the model and its text. Means of queries and keys help SmolLM2 at every sparsity and
+cost Gemma 3 much at 50 %. The loss of a gate does not tell, as it counts all blocks, and
+predictions depend on those at the threshold.
 """
 
 import copy
