@@ -81,6 +81,17 @@ def test_norms_are_those_of_outputs(
 
 def test_other_projections_are_refused() -> None:
     (x, *_) = inputs_of_layers(tiny_model(), random_tokens(1, 20))
-    for o_proj in (None, nn.Identity(), nn.Linear(32, 64), nn.Linear(65, 64)):
+    scaled = nn.Linear(64, 64).to(torch.float8_e4m3fn)  # its scale is elsewhere
+    for o_proj in (None, nn.Identity(), nn.Linear(32, 64), nn.Linear(65, 64), scaled):
         with pytest.raises(UserError, match=r"gate\.target=output: the output projection of layer"):
             target_map(replace(x, o_proj=o_proj), BlockSizes(16, 16), OUTPUT)
+
+
+def test_a_head_without_weights_adds_nothing() -> None:
+    (x, *_) = inputs_of_layers(tiny_model(), random_tokens(1, 40))
+    pruned = nn.Linear(64, 64)
+    with torch.no_grad():
+        pruned.weight[:, :16] = 0
+    pooled = target_map(replace(x, o_proj=pruned), BlockSizes(16, 16), OUTPUT).pooled
+    assert (pooled[:, 0] == 0).all()
+    assert (pooled[:, 1:, 0, 0] > 0).all()

@@ -78,6 +78,7 @@ def _values(x: LayerInputs) -> Tensor:
     if (
         weight is None
         or not weight.is_floating_point()
+        or weight.itemsize == 1  # FP8, whose scales are outside
         or weight.shape[1] % (group * width)
         or len(weight[0, :: group * width][x.kv_heads]) != x.k.shape[1]
     ):
@@ -89,6 +90,7 @@ def _values(x: LayerInputs) -> Tensor:
     by_head = weight.double().mT.unflatten(0, (-1, group, width))[x.kv_heads]  # [Hkv, G, D, hidden]
     gram = by_head @ by_head.mT
     ridge = 1e-9 * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    ridge = ridge.clamp(min=torch.finfo(ridge.dtype).tiny)  # of a head without weights
     factor = torch.linalg.cholesky(gram + ridge * torch.eye(width, device=gram.device))
     return (x.v[:, :, None] @ factor.to(x.v.dtype)).flatten(1, 2)
 
