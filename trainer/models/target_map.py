@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from msattn.kernels.reference.common import sequences
 from msattn.kernels.types import MaxPoolAttention
 from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.errors import UserError
@@ -45,8 +46,7 @@ def output_map(x: LayerInputs, sizes: BlockSizes, lse: Tensor) -> Tensor:
     before = x.k.shape[2] - queries  # cached keys
     tr, tc = -(-queries // sizes.queries), -(-x.k.shape[2] // sizes.keys)
     result = x.q.new_zeros(batch, heads, tr, tc, dtype=torch.float32)
-    for part, start in _parts(x):
-        first = max(start - before, 0)
+    for part, first, start, _ in sequences(x.q, x.k, x.kv_start, causal=True):
         numbers = result[part, ..., 0, :].numel() * width  # of a query's outputs
         at_once = OUTPUTS_AT_ONCE[x.q.device.type] // (numbers * sizes.queries)
         step = sizes.queries * max(1, at_once)
@@ -59,13 +59,6 @@ def output_map(x: LayerInputs, sizes: BlockSizes, lse: Tensor) -> Tensor:
             r = (begin - first) // sizes.queries
             result[part, :, r : r + means.shape[3], : means.shape[2]] = means.mT
     return result
-
-
-def _parts(x: LayerInputs) -> list[tuple[slice, int]]:
-    """Returns the sequences with the same left padding, and its length."""
-    if x.kv_start is None:
-        return [(slice(None), 0)]
-    return [(slice(b, b + 1), start) for b, start in enumerate(x.kv_start.tolist())]
 
 
 def _values(x: LayerInputs) -> Tensor:
