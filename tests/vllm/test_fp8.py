@@ -72,7 +72,7 @@ def test_every_key_is_read_as_it_is_stored(by_head: bool, tmp_path: Path) -> Non
         (counted,) = llm.collective_rpc(stats)
         for layer in layers_of(llm):
             assert layer.kv_cache.dtype == torch.uint8
-            assert torch.equal(layer._k_scale, k_scale)
+            assert torch.equal(layer._k_scale.cpu(), k_scale)
     assert (counted["sparsity"], counted["selectivity"], counted["dense_fallbacks"]) == (0, 1, 0)
     (answer,) = output.outputs
     read = [*prompt, *answer.token_ids]
@@ -108,7 +108,7 @@ def test_blocks_and_buckets_are_chosen_by_the_stored_keys(monkeypatch: pytest.Mo
             each for prompts in current.prompts if prompts.sparse for each in prompts.items
         ):
             keys, _ = state.keys(x.layer, item.table, 0, item.keys, x.k.dtype)
-            after = x.angles._replace(positions=torch.tensor([[item.keys]]))
+            after = x.angles._replace(positions=torch.tensor([[item.keys]], device=x.k.device))
             stored = replace(x, k=keys, k_nope=keys[:, :, :0], angles=after)
             whole = keys_before_rope(stored, 0, self.rotation)
             pooled = pool_keys(state.gate.cached_pools, whole, keys, block_size=64)

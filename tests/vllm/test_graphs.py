@@ -16,6 +16,7 @@ GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_si
 COMPILED = {"cudagraph_capture_sizes": [1, 2, 4, 8]}  # vLLM's defaults, but for the sizes
 
 
+@pytest.mark.skipif(not current_platform.is_cpu(), reason="for CPUs")
 def test_compiled_passes_read_chunks_and_prefixes_sparsely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
