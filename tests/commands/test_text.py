@@ -125,7 +125,7 @@ def test_more_than_three_passes_and_cached_tokens_are_told(
         *SHORT,
         "data.heldout_path=heldout.txt",
         "data.num_chunks=2",
-        "gate.target=output",
+        "gate.target=mass",
         "gate.mean_weight=0",
     ]
     code, lines = told("train-gate", *few, "train.steps=7")

@@ -59,7 +59,7 @@ def test_every_key_is_read_as_it_is_stored(by_head: bool, tmp_path: Path) -> Non
     """Log-probabilities of a chunked prompt and of new tokens are those of transformers with such a
     cache, but for numbers that are rounded to the other side.
     """
-    loaded = models.load(ModelConfig(name="tiny", path="embedded"))
+    loaded = models.load(ModelConfig(name="tiny", path="embedded"), device="cpu")
     model: Any = loaded.model.float()
     tokens = loaded.tokenizer((ROOT / "kernels/types.py").read_text(encoding="utf-8"))["input_ids"]
     prompt = tokens[300:1000]

@@ -22,7 +22,7 @@ from msattn.trainer.config.schema import (
 from msattn.trainer.config.sizes import BlockSizes
 from msattn.trainer.config.values import require
 
-TARGETS = ("max", "mass", "mean_mass", "output")
+TARGETS = ("max", "mass", "mean_mass")
 LOSSES = ("mse", "kl", "smooth_l1")
 MAX_KERNEL = 32  # queries, and keys, of a kernel of conv_attention
 MAX_MTA_HEAD_SIZE = 256
@@ -180,9 +180,8 @@ class GateConfig:
     target: Annotated[Text, OneOf(TARGETS)] | None = key(
         "prefill: pooling of the block map that gates learn; mass: sum of probabilities over a "
         "block's keys, maximum over the row block's queries; mean_mass: the same with the mean "
-        "over queries; max (the paper): the largest probability; output: the norm of what the "
-        "block adds to the layer's output, mean over queries; null: mass or mean_mass, whichever "
-        "true map changes predictions less",
+        "over queries; max (the paper): the largest probability; null: mass or mean_mass, "
+        "whichever true map changes predictions less",
         default=None,
     )
     mean_weight: Annotated[Number, Interval(ge=0, le=100)] | None = key(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from msattn.kernels.attention_sinks import apply_sinks
@@ -91,7 +91,6 @@ class LayerInputs:
     kv_heads: slice = field(default_factory=lambda: ALL)
     # the last token is the last one of a prompt; False in its chunks before
     ends_prompt: bool = True
-    o_proj: nn.Module | None = None  # of the whole layer
 
     def capped(self, scores: Tensor) -> Tensor:
         """Returns scaled scores with the layer's soft cap."""

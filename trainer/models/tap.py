@@ -168,10 +168,7 @@ class LayerTap(NotCopied):
             )
         q_nope, k_nope, cos, sin = self._before_rope(q, k, given["position_embeddings"])
         angles = Angles(cos, sin, given.get("position_ids"))
-        inputs = LayerInputs(
-            layer, q, k, v, q_nope, k_nope, angles, scoring, kv_start, cache,
-            o_proj=self.module.o_proj,
-        )  # fmt: skip
+        inputs = LayerInputs(layer, q, k, v, q_nope, k_nope, angles, scoring, kv_start, cache)
         self.current.clear()  # so that a layer's tensors are freed after its attention
         return attend(inputs)
 

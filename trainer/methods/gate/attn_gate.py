@@ -39,9 +39,8 @@ from msattn.trainer.methods.gate.artifact import GateArtifact, Shape
 from msattn.trainer.methods.last_queries import last_masses, last_positions
 from msattn.trainer.methods.thresholds import Allocation, BlockThresholds
 from msattn.trainer.models import rope
-from msattn.trainer.models.layer_attention import LayerInputs
+from msattn.trainer.models.layer_attention import LayerInputs, block_map
 from msattn.trainer.models.parallel import ModelShard
-from msattn.trainer.models.target_map import target_map
 from msattn.trainer.storage.documents import checked
 
 if TYPE_CHECKING:
@@ -311,7 +310,7 @@ class Gate(GateArtifact[dict[str, BlockThresholds]]):
 
     def true_map(self, x: LayerInputs) -> MaxPoolAttention:
         """Returns dense attention of a layer and the block map that its gates learn."""
-        return target_map(x, self.cfg.sizes, cast(str, self.cfg.target))
+        return block_map(x, self.cfg.sizes, cast(str, self.cfg.target))
 
     def scorer(self, name: str) -> "GateScores":
         """Returns the block scores by these gates that have this name in ``select.scores``."""

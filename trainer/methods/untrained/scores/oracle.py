@@ -5,11 +5,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from msattn.kernels.types import Pool
 from msattn.trainer.methods.base import Method
 from msattn.trainer.methods.blocks import normalize_rows
 from msattn.trainer.methods.untrained.base import UntrainedScorer
-from msattn.trainer.models.layer_attention import LayerInputs
-from msattn.trainer.models.target_map import target_map
+from msattn.trainer.models.layer_attention import LayerInputs, block_map
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Oracle(UntrainedScorer):
     method: ClassVar = Method(
         "oracle", servable=False, style={"color": "#222222", "marker": "D", "linestyle": "--"}
     )
-    target: str = "mass"
+    target: Pool = "mass"
 
     def __call__(self, x: LayerInputs) -> Tensor:
-        return normalize_rows(target_map(x, self.sizes, self.target).pooled)
+        return normalize_rows(block_map(x, self.sizes, self.target).pooled)
 
 
 scorer = Oracle
