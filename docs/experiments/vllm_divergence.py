@@ -22,7 +22,7 @@ from rich.console import Console
 from torch import Tensor
 
 from msattn.trainer.config.values import require
-from msattn.trainer.errors import UserError, run_program
+from msattn.trainer.errors import run_program
 from msattn.trainer.evaluate.report.tables import with_columns
 
 PAGE = 64  # tokens; whole pages of a prompt are cached
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.length,
         f"expected more than {PAGE} tokens for each of the {args.places} --places",
     )
-    tokens = _tokens(args.model, Path(args.text), args.length)
+    tokens = speed.tokens_of(args.model, Path(args.text), args.length, "text")
     limits = {"max_logprobs": -1, "block_size": PAGE, "enable_prefix_caching": True}
     llm = speed.start(args.model, limits | engine, options, args.length + 1, 1)
     found, shares = _distributions(llm, tokens, args.places)
@@ -64,18 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--save", help="file for the log-probabilities of this engine")
     parser.add_argument("--against", help="file of another engine, for the same text and places")
     return parser
-
-
-def _tokens(model: str, text: Path, length: int) -> list[int]:
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(model)
-        tokens = tokenizer(text.read_text(encoding="utf-8"))["input_ids"]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{model}, {text}: {error}") from error
-    require(len(tokens) >= length, "--length", length, f"{text} has {len(tokens)} tokens")
-    return tokens[:length]
 
 
 def _distributions(llm: Any, tokens: list[int], places: int) -> tuple[Tensor, list[float | None]]:

@@ -4,11 +4,11 @@ of docs/serving.md, "Speed in vLLM".
     python docs/experiments/vllm_speed.py MODEL \\
         --msattn '{"gate": "outputs/my/base", "qmodel": "outputs/my/base"}'
 
-The requests are random tokens and arrive at once; one more is measured alone. With ``--shared`` as
-many requests follow that begin with the same tokens, the first of them alone. Each engine runs in
-its own process, so that the GPU's memory is free, with vLLM's defaults except for the limits of
-lengths and requests. With ``--engine '{"load_format": "dummy"}'`` weights are random, and MODEL
-needs only a config.json.
+The requests are random tokens, or parts of a ``--text``, and arrive at once; one more is measured
+alone. With ``--shared`` as many requests follow that begin with the same tokens, the first of them
+alone. Each engine runs in its own process, so that the GPU's memory is free, with vLLM's defaults
+except for the limits of lengths and requests. With ``--engine '{"load_format": "dummy"}'`` weights
+are random, and MODEL needs only a config.json. Drafts (``speculative_config``) need a text.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from msattn.trainer.config.values import nearest, require
@@ -43,6 +44,7 @@ FIGURES = {  # key: title
     "alone_tokens_per_s": "alone: new tokens a second",
     "sparsity": "share of the blocks left out by prompts",
     "selectivity": "share of the keys read by new tokens",
+    "accepted": "share of the drafts that are accepted",
     "shared_first_token_s": "a prefix is new: time to first token (s)",
     "shared_later_first_token_p50_s": "others with it at once: time to first token, p50 (s)",
     "shared_cached": "share of their tokens found in the cache",
@@ -80,7 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     file = Path(args.json).resolve() if args.json else None
     ok = file is None or ((file.is_file() or not file.exists()) and os.access(file.parent, os.W_OK))
     require(ok, "--json", file, "expected a file in a folder that can be written")
-    requests = args.length, args.requests, args.new, args.shared
+    number = args.length * (args.requests + 1)
+    text = tokens_of(args.model, Path(args.text), number, "--text") if args.text else None
+    requests = args.length, args.requests, args.new, args.shared, text
     found = {
         name: _in_process(args.model, engine, given, *requests)
         for name, given in (("vLLM", None), ("msattn", options))
@@ -108,6 +112,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, default=8, help="requests that arrive at once")
     parser.add_argument("--new", type=int, default=128, help="new tokens per request")
     parser.add_argument(
+        "--text",
+        help="file whose tokens are the prompts, one after the other; without it they are random",
+    )
+    parser.add_argument(
         "--shared",
         type=int,
         default=0,
@@ -125,6 +133,26 @@ def mapping(name: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{name} {text:.80}: expected a JSON object")
     return value
+
+
+def tokens_of(model: str, text: Path, number: int, name: str) -> list[int]:
+    """Returns the first tokens of a text. Raises UserError that names an argument if it has
+    fewer.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(model)
+        tokens = tokenizer(text.read_text(encoding="utf-8"))["input_ids"]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{model}, {text}: {error}") from error
+    require(
+        len(tokens) >= number,
+        name,
+        text,
+        f"it has {len(tokens):,} tokens, of which {number:,} are needed",
+    )
+    return tokens[:number]
 
 
 def _in_process(*arguments: Any) -> dict[str, float | None]:
@@ -169,13 +197,19 @@ def measure(
     requests: int,
     new: int,
     shared: int,
+    text: Sequence[int] | None = None,
 ) -> dict[str, float | None]:
-    """Returns the :data:`FIGURES` of vLLM's own attention, or of msattn with ``options``. Uses the
-    process's GPUs.
+    """Returns the :data:`FIGURES` of vLLM's own attention, or of msattn with ``options``; ``text``
+    are the tokens of ``requests + 1`` prompts. Uses the process's GPUs.
     """
     llm = start(model, engine, options, length + new, requests)
-    figures = answered(llm, length, requests, new)
-    figures |= with_prefix(llm, length, requests, new, shared) if shared else {}
+    prompts = (
+        _random_prompts(requests + 1, length, llm)
+        if text is None
+        else [[*text[n * length : (n + 1) * length]] for n in range(requests + 1)]
+    )
+    figures = answered(llm, prompts, new)
+    figures |= with_prefix(llm, prompts[:-1], new, shared) if shared else {}
     llm.llm_engine.engine_core.shutdown()
     return {key: figures.get(key) for key in FIGURES}
 
@@ -217,22 +251,22 @@ def start(
     return LLM(model=model, **{**given, **engine})
 
 
-def answered(llm: Any, length: int, requests: int, new: int) -> dict[str, float | None]:
-    """Returns the figures of requests without a common prefix."""
-    prompts = _prompts(requests + 1, length, llm)
+def answered(llm: Any, prompts: Sequence[list[int]], new: int) -> dict[str, float | None]:
+    """Returns the figures of requests without a common prefix, the first of them alone."""
     # whole: kernels also compile for lengths of chunks behind others
     for warm_up in (prompts[:1], prompts[1:]):
         _generate(llm, warm_up, WARM_UP)
         _forget(llm)
+    before = _drafts(llm)
     together = [each.metrics for each in _generate(llm, prompts[1:], new)]
-    read = statistics(llm)
+    read, (drafted, accepted) = statistics(llm), _drafts(llm) - before
     alone = _generate(llm, prompts[:1], new)[0].metrics
     first = sorted(each.first_token_latency for each in together)
     begun = min(each.first_token_ts - each.first_token_latency for each in together)
     ended = max(each.last_token_ts for each in together)
     last = max(together, key=lambda each: each.first_token_ts)
     return {
-        "tokens_per_s": requests * new / (ended - begun),
+        "tokens_per_s": len(together) * new / (ended - begun),
         "first_token_p50_s": first[len(first) // 2],
         "first_token_p99_s": first[round(0.99 * (len(first) - 1))],
         "token_ms": 1e3 * (last.last_token_ts - last.first_token_ts) / (new - 1),
@@ -240,16 +274,16 @@ def answered(llm: Any, length: int, requests: int, new: int) -> dict[str, float 
         "alone_tokens_per_s": (new - 1) / (alone.last_token_ts - alone.first_token_ts),
         "sparsity": read.get("sparsity"),
         "selectivity": read.get("selectivity"),
+        "accepted": accepted / drafted if drafted else None,
     }
 
 
 def with_prefix(
-    llm: Any, length: int, requests: int, new: int, shared: int
+    llm: Any, prompts: Sequence[list[int]], new: int, shared: int
 ) -> dict[str, float | None]:
     """Returns the figures of requests that share their first ``shared`` tokens: one alone, then the
     others at once.
     """
-    prompts = _prompts(requests, length, llm)
     prompts = [prompts[0][:shared] + prompt[shared:] for prompt in prompts]
     for tokens in (WARM_UP, new):  # new lengths of chunks and prefixes compile kernels
         _forget(llm)
@@ -260,7 +294,8 @@ def with_prefix(
     return {
         "shared_first_token_s": begun.metrics.first_token_latency,
         "shared_later_first_token_p50_s": first[len(first) // 2],
-        "shared_cached": sum(each.num_cached_tokens or 0 for each in later) / (len(later) * length),
+        "shared_cached": sum(each.num_cached_tokens or 0 for each in later)
+        / sum(len(each.prompt_token_ids) for each in later),
         "shared_sparsity": statistics(llm).get("sparsity"),
     }
 
@@ -281,7 +316,14 @@ def statistics(llm: Any, *, clear: bool = False) -> dict[str, Any]:
     return llm.collective_rpc(clear_stats if clear else stats)[0] or {}
 
 
-def _prompts(count: int, length: int, llm: Any) -> list[list[int]]:
+def _drafts(llm: Any) -> "np.ndarray[Any, Any]":
+    """Returns the numbers of drafts so far: all, and those that were accepted."""
+    counted = {each.name: getattr(each, "value", 0) for each in llm.get_metrics()}
+    names = ("draft_tokens", "accepted_tokens")
+    return np.array([counted.get(f"vllm:spec_decode_num_{name}", 0) for name in names])
+
+
+def _random_prompts(count: int, length: int, llm: Any) -> list[list[int]]:
     """Returns prompts of random tokens, no two alike."""
     import torch
 

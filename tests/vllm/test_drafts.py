@@ -5,13 +5,12 @@ from typing import Any
 import pytest
 from vllm.entrypoints.llm import LLM
 from vllm.sampling_params import SamplingParams
-from vllm.version import __version_tuple__
 
 from msattn.trainer.errors import UserError
 from msattn.trainer.serving.engines.vllm.backend import clear_stats, stats
 from msattn.trainer.serving.engines.vllm.plugin import backend_name
 from tests.factory import prompts_of
-from tests.vllm.engines import MODEL, SPARSE, answers, engine
+from tests.vllm.engines import MODEL, NO_DRAFTS, SPARSE, answers, engine
 
 DRAFTS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
@@ -22,9 +21,7 @@ WHOLE = {"max_num_batched_tokens": 2048, "max_num_seqs": 4}
 LONG = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
 
-@pytest.mark.skipif(
-    __version_tuple__[:2] in {(0, 24), (0, 30)}, reason="on a CPU this vLLM fails with any drafts"
-)
+@NO_DRAFTS
 @pytest.mark.parametrize(
     ("drafts", "reads"),
     [("ngram", {}), ("ngram", {"keys": 0.05}), ("model", {})],

@@ -107,7 +107,7 @@ def test_blocks_and_buckets_are_chosen_by_the_stored_keys(monkeypatch: pytest.Mo
         for item in (
             each for prompts in current.prompts if prompts.sparse for each in prompts.items
         ):
-            keys, _ = state.keys(x.layer, item.table, 0, item.keys, x.k.dtype)
+            keys = state.keys(x.layer, item.table, 0, item.keys, x.k.dtype)
             after = x.angles._replace(positions=torch.tensor([[item.keys]], device=x.k.device))
             stored = replace(x, k=keys, k_nope=keys[:, :, :0], angles=after)
             whole = keys_before_rope(stored, 0, self.rotation)

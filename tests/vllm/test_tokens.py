@@ -2,6 +2,7 @@
 transformers.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from vllm.sampling_params import SamplingParams
 from msattn.trainer import models
 from msattn.trainer.config import GateConfig, ModelConfig
 from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.serving.attach import attach
+from msattn.trainer.serving.attach import Sparse, attach
 from msattn.trainer.serving.engines.vllm.backend import clear_stats, stats
 from msattn.trainer.serving.paged.state import PagedState, PromptChunk
 from tests.factory import prompts_of
@@ -29,6 +30,16 @@ SPARSE: dict[str, Any] = {
     "recent": 256,
     "dense_below": 0,
 }
+
+
+def tell_last_chunks(monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]]) -> None:
+    """Tells ``generate`` of an attached model, which reads chunks, where prompts end."""
+    ends, attend = {len(prompt) for prompt in prompts}, Sparse.attend
+
+    def told(self: Sparse, x: Any) -> torch.Tensor:
+        return attend(self, replace(x, ends_prompt=x.num_keys in ends))
+
+    monkeypatch.setattr(Sparse, "attend", told)
 
 
 @pytest.fixture
@@ -63,7 +74,7 @@ def test_reading_every_key_gives_the_tokens_of_dense_vllm(known: list[int]) -> N
             (counted,) = llm.collective_rpc(stats)
         read = (counted["sparsity"], counted["selectivity"], counted["dense_fallbacks"])
         assert read == (0, 1, 0)
-        assert known[-1] == cached // 64
+        assert max(known[-2:]) == cached // 64  # on a GPU requests have another order
 
 
 def test_preempted_requests_with_several_answers_give_the_tokens_of_dense_vllm(
@@ -89,30 +100,40 @@ def test_preempted_requests_with_several_answers_give_the_tokens_of_dense_vllm(
     [(64, {}), (128, {}), (16, {}), (64, {"keys": 0.05}), (32, {"keys": 0.05})],
     ids=["64", "128", "16", "keys", "keys, 32"],
 )
-def test_sparse_tokens_are_those_of_an_attached_model(page: int, reads: dict[str, float]) -> None:
-    """Both read prompts in the same chunks, whose last blocks count each query."""
+def test_sparse_tokens_are_those_of_an_attached_model(
+    page: int, reads: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both read prompts in the same chunks, of which the last one counts its last queries."""
     prompts = prompts_of(900, 1100)
-    model: Any = models.load(ModelConfig(name="tiny", path="embedded")).model
+    tell_last_chunks(monkeypatch, prompts)
+    model: Any = models.load(ModelConfig(name="tiny", path="embedded"), dtype="float32").model
     with attach(model, **SPARSE, **reads) as sparse:
         expected = [alone(model, prompt, NEW, **ALONE) for prompt in prompts]
         read = sparse.stats()
-    with engine(SPARSE | reads, block_size=page, enable_prefix_caching=False) as llm:
+    options = {"block_size": page, "enable_prefix_caching": False, "dtype": "float32"}
+    with engine(SPARSE | reads, **options) as llm:
+        llm.collective_rpc(clear_stats)  # of passes that warm up
         assert [answers(llm, [prompt])[0][0] for prompt in prompts] == expected
         (counted,) = llm.collective_rpc(stats)
     for name in ("sparsity", "selectivity"):
         assert 0.05 < counted[name] < 0.9
+    assert counted["sparsity"] == pytest.approx(read["sparsity"])
     assert counted["selectivity"] == pytest.approx(read["selectivity"], rel=0.02)
 
 
-def test_gates_of_16_keys_and_pages_as_large(tmp_path: Path) -> None:
-    model: Any = models.load(ModelConfig(name="tiny", path="embedded")).model
+def test_gates_of_16_keys_and_pages_as_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = models.load(ModelConfig(name="tiny", path="embedded"), dtype="float32").model
     gate = Gate.build(model.config, GateConfig(block_size=64, key_block_size=16))
     given = SPARSE | {"gate": str(save(tmp_path, model, gate)), "select": "topk", "sparsity": 0.7}
     (prompt,) = prompts_of(900)
+    tell_last_chunks(monkeypatch, [prompt])
     with attach(model, **given) as sparse:
         expected = alone(model, prompt, NEW, **ALONE)
         read = sparse.stats()
-    with engine(given, block_size=16) as llm:
+    with engine(given, block_size=16, dtype="float32") as llm:
+        llm.collective_rpc(clear_stats)
         assert answers(llm, [prompt]) == [[expected]]
         (counted,) = llm.collective_rpc(stats)
     assert counted["sparsity"] == pytest.approx(read["sparsity"])

@@ -12,7 +12,8 @@ import torch
 import vllm_speed as speed
 
 from msattn.trainer.errors import Fault, UserError, run_program
-from tests.vllm.engines import EVERY_KEY, MODEL
+from tests.house.modules import ROOT
+from tests.vllm.engines import EVERY_KEY, MODEL, NO_DRAFTS
 
 OPTIONS = ("--length", "300", "--requests", "3", "--new", "4", "--shared", "200")
 
@@ -44,6 +45,7 @@ def test_both_engines_answer_the_same_requests(
     assert (sparse.pop("sparsity"), sparse.pop("selectivity")) == (0, 1)
     assert dense.pop("sparsity") is dense.pop("selectivity") is dense.pop("shared_sparsity") is None
     assert sparse.pop("shared_sparsity") == 0
+    assert dense.pop("accepted") is sparse.pop("accepted") is None  # there are no drafts
     # whole pages of the prefix alone
     assert dense["shared_cached"] == sparse["shared_cached"] == 192 / 300
     assert all(value > 0 for value in (*dense.values(), *sparse.values()))
@@ -51,11 +53,26 @@ def test_both_engines_answer_the_same_requests(
     assert "3 requests of 300 tokens" in " ".join(capsys.readouterr().out.split())
 
 
+@NO_DRAFTS
+def test_drafts_of_a_text_are_counted(tmp_path: Path) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    engine = {"enforce_eager": True, "gpu_memory_utilization": 0.3, "speculative_config": drafts}
+    file, text = tmp_path / "figures.json", ROOT / "kernels/types.py"
+    given = {"msattn": EVERY_KEY, "engine": engine}
+    arguments = [each for name, value in given.items() for each in (f"--{name}", json.dumps(value))]
+    sizes = ("--length", "300", "--requests", "2", "--new", "16", "--text", str(text))
+    speed.main([str(MODEL), *arguments, *sizes, "--json", str(file)])
+    figures = json.loads(file.read_text())["figures"]
+    assert figures["vLLM"]["accepted"] == pytest.approx(figures["msattn"]["accepted"], abs=0.1)
+    assert 0 < figures["msattn"]["accepted"] < 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--msattn", "{"], "--msattn {: no JSON"),
         (["--msattn", "[1]"], "--msattn [1]: expected a JSON object"),
+        (["--msattn", "{}", "--text", __file__], f"--text={__file__}: it has "),
         (["--msattn", "{}", "--new", "1"], "--new=1: expected at least 2"),
         (["--msattn", "{}", "--length", "0"], "--length=0: expected at least 1"),
         (

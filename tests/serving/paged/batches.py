@@ -56,7 +56,7 @@ def pooled_again(
     """Returns what ``PagedState.pool_keys`` does, from the cached keys alone."""
     assert state.gate is not None
     assert rotation is not None
-    keys, _ = state.keys(x.layer, prompt.table, 0, prompt.keys, x.k.dtype)
+    keys = state.keys(x.layer, prompt.table, 0, prompt.keys, x.k.dtype)
     before_rope = rotation.invert(keys, torch.arange(prompt.keys, device=keys.device)[None])
     return pool_keys(state.gate.cached_pools, before_rope, keys, block_size=state.block_size)
 

@@ -56,7 +56,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     def queries(rows: TokenPages, x: LayerInputs, dispatch: Dispatch) -> list[RoutedQueries]:
         for table, length in zip(rows.table, rows.kv_len.tolist(), strict=True):
             if length > 0 and x.layer in rows.state.buckets:
-                keys, _ = rows.state.keys(x.layer, table, 0, length, x.k.dtype)
+                keys = rows.state.keys(x.layer, table, 0, length, x.k.dtype)
                 positions = torch.arange(length)
                 held = rows.state.buckets[x.layer][
                     table[positions // rows.state.page_size].long(), positions % PAGE

@@ -3,7 +3,7 @@ attention over groups of sequences, and what begins and ends a pass.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -148,8 +148,10 @@ class PromptPages:
                 pooled = Pooled(self.state.pool_keys(sequence, item, rotation), item.keys)
                 sequence = replace(sequence, pooled=pooled)
             if item.queries != item.keys and selection.needs_keys(sequence):
-                k, v = self.state.keys(x.layer, item.table, 0, item.keys, x.k.dtype)
-                sequence = replace(sequence, k=k, v=v)
+                of_cache = x.layer, item.table, 0, item.keys, x.k.dtype
+                sequence = replace(sequence, k=self.state.keys(*of_cache))
+                if selection.gate is None:  # gates' scores need no values
+                    sequence = replace(sequence, v=self.state.keys(*of_cache, values=True))
             yield sequence
 
     def read_all(self, x: LayerInputs) -> Tensor:
@@ -297,6 +299,7 @@ class PagedPasses:
         *,
         answered: Tensor | None = None,
         continued: Tensor | None = None,
+        unfinished: Collection[tuple[int, int]] = (),
     ) -> PagedPass:
         """Returns a pass over any number of tokens of each sequence, whose pages are in
         ``table [B, pages]``.
@@ -304,7 +307,8 @@ class PagedPasses:
         ``pages`` and ``offsets`` are the fields of :class:`PagedPass`. ``cu_queries [B + 1]`` are
         the first tokens of the sequences, ``kv_len [B]`` their numbers of keys, ``answered`` the
         tokens after which new ones follow; without it, every chunk counts as the last one of its
-        prompt. In sequences that are ``continued``, bool ``[B]``, each of several tokens is read as
+        prompt, except those with the numbers of queries and keys of an ``unfinished`` one. In
+        sequences that are ``continued``, bool ``[B]``, each of several tokens is read as
         a new one, which sees those before it: drafts.
         """
         known = state.leading_pooled(table) if state.pooled else torch.zeros_like(kv_len)
@@ -325,6 +329,7 @@ class PagedPasses:
                 before = keys - number + 1
                 decoded += [(row, first + each, before + each) for each in range(number)]
             elif number:  # others are padding
+                last = last and (number, keys) not in unfinished
                 prompts.append((row, _prompt(state, table[row], first, number, keys, pooled, last)))
         rows, groups = _decoded(state, decoded, table), self._groups(state, prompts, kv_len)
         return self.begin(PagedPass(state, pages, offsets, rows, groups))

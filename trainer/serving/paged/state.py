@@ -151,21 +151,25 @@ class PagedState:
         return pages * self.is_pooled.shape[1] + offsets // self.block_size
 
     def keys(
-        self, layer: int, table: Tensor, first: int, end: int, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Returns copies of the keys and values at positions ``first`` to ``end - 1`` of a
-        sequence: ``[1, Hkv, n, D]``; those in FP8 become ``dtype``.
+        self,
+        layer: int,
+        table: Tensor,
+        first: int,
+        end: int,
+        dtype: torch.dtype,
+        *,
+        values: bool = False,
+    ) -> Tensor:
+        """Returns a copy of the keys, or of the ``values``, at positions ``first`` to ``end - 1``
+        of a sequence: ``[1, Hkv, n, D]``; those in FP8 become ``dtype``.
         """
         head = first // self.page_size
         pages = table[head : -(-end // self.page_size)].long()
         span = slice(first - head * self.page_size, end - head * self.page_size)
-        keys, values = (
-            x[pages].flatten(0, 1)[span].transpose(0, 1)[None] for x in self.caches[layer]
-        )
-        if scales := self.scales(layer):
-            keys = dequantize(keys, scales["k_scale"], dtype)
-            values = dequantize(values, scales["v_scale"], dtype)
-        return keys, values
+        found = self.caches[layer][values][pages].flatten(0, 1)[span].transpose(0, 1)[None]
+        scales = self.scales(layer)
+        scale = "v_scale" if values else "k_scale"
+        return dequantize(found, scales[scale], dtype) if scales else found
 
     def pool_keys(self, x: LayerInputs, prompt: PromptChunk, rotation: Rotation | None) -> Tensor:
         """Returns the pooled keys of all blocks of a sequence, and keeps those of whole blocks.
@@ -178,7 +182,7 @@ class PagedState:
         size, pooled = self.block_size, self.pooled[x.layer].flatten(0, 1)
         cached, keys = prompt.keys - prompt.queries, x.k
         if prompt.pooled * size < cached:
-            older, _ = self.keys(x.layer, prompt.table, prompt.pooled * size, cached, keys.dtype)
+            older = self.keys(x.layer, prompt.table, prompt.pooled * size, cached, keys.dtype)
             keys = torch.cat([older, keys], dim=2)
         positions = torch.arange(cached, prompt.keys, device=keys.device)[None]
         x = replace(x, k=keys, angles=x.angles._replace(positions=positions))

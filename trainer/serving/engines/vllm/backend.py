@@ -1,5 +1,7 @@
 """Attention over the pages of vLLM: the backend, its builder, and the layers."""
 
+from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -28,10 +30,12 @@ from msattn.trainer.serving.engines.vllm.engine import (
     sparse_of_layers,
     state_options,
 )
-from msattn.trainer.serving.engines.vllm.memory import account
+from msattn.trainer.serving.engines.vllm.memory import available_memory
 from msattn.trainer.serving.engines.vllm.metadata import Metadata, cache_scales, cache_views
 from msattn.trainer.serving.engines.vllm.plugin import backend_name
 from msattn.trainer.serving.engines.vllm.received import ReceivedKeys
+from msattn.trainer.serving.engines.vllm.unfinished import UnfinishedChunks
+from msattn.trainer.serving.engines.vllm.worker import wrap_method
 from msattn.trainer.serving.paged.state import PagedState
 
 
@@ -92,6 +96,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         self.config = vllm_config.model_config.hf_text_config
         self.sparse = sparse_of_layers(vllm_config, layer_names, device)
         self.rotates = [layer.rotates for layer in attention_layers(self.config)]
+        self.unfinished = UnfinishedChunks()
         self._state: PagedState | None = None
         self._received: ReceivedKeys | None = None
 
@@ -111,7 +116,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
             self._received.begin(common_attn_metadata)
         return Metadata(
             self.sparse, state, common_attn_metadata, self.sparse.rotation, self.rotates, dtype,
-            drafts_of(self.vllm_config),
+            drafts_of(self.vllm_config), self.unfinished.sizes,
         )  # fmt: skip
 
     def build_for_cudagraph_capture(
@@ -185,7 +190,8 @@ class Impl(AttentionImpl[Metadata]):
         self.sparse: Sparse | None = None
         config = get_current_vllm_config()
         check_drafts(config)
-        account(config, Impl)
+        wrap_method(config, "determine_available_memory", partial(available_memory, Impl))
+        wrap_method(config, "execute_model", _with_unfinished)
 
     def forward(
         self,
@@ -232,17 +238,34 @@ def stats(worker: Any) -> dict[str, Any]:
     """Returns what :meth:`msattn.trainer.serving.attend.Sparse.stats` does, for
     ``llm.collective_rpc(stats)``.
     """
-    return dict(_sparse_of_worker(worker).stats())  # a type that vLLM's processes can exchange
+    counted = _builder_of_worker(worker).sparse.stats()
+    return dict(counted)  # a type that vLLM's processes can exchange
 
 
 def clear_stats(worker: Any) -> None:
     """Forgets what was counted, such as the passes with which vLLM warms up, for
     ``llm.collective_rpc(clear_stats)``.
     """
-    _sparse_of_worker(worker).statistics.clear()
+    _builder_of_worker(worker).sparse.statistics.clear()
 
 
-def _sparse_of_worker(worker: Any) -> Sparse:
-    groups = chain.from_iterable(worker.model_runner.attn_groups)
-    (own,) = (group for group in groups if group.backend is Backend)  # a draft model has another
-    return own.get_metadata_builder().sparse
+def _with_unfinished(execute: Callable[[Any], Any], worker: Any, scheduled: Any) -> Any:
+    """Executes a pass with its unfinished chunks, which the scheduler tells."""
+    if Backend not in (group.backend for group in _groups(worker)):
+        return execute(scheduled)
+    unfinished = _builder_of_worker(worker).unfinished
+    unfinished.begin(scheduled)
+    try:
+        return execute(scheduled)
+    finally:
+        unfinished.end()
+
+
+def _builder_of_worker(worker: Any) -> Builder:
+    # a draft model has another backend
+    (own,) = (group for group in _groups(worker) if group.backend is Backend)
+    return own.get_metadata_builder()
+
+
+def _groups(worker: Any) -> list[Any]:
+    return [*chain.from_iterable(worker.model_runner.attn_groups)]

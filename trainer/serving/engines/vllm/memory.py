@@ -1,12 +1,8 @@
-"""Memory that msattn needs beside the KV cache, which vLLM sizes after a pass without attention.
-
-vLLM has no hook for it. So the first layer of a process wraps the method of the worker's class that
-returns the memory for the cache.
-"""
+"""Memory that msattn needs beside the KV cache, which vLLM sizes after a pass without attention."""
 
 import logging
-from functools import partial, wraps
-from pkgutil import resolve_name
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,42 +33,32 @@ class Needed(NamedTuple):
         return (available - self.fixed - self.work_space) * page // (page + self.per_page)
 
 
-def account(config: Any, impl_class: type) -> None:
-    """Lets the worker of an engine subtract what layers of a class need from the memory for the
-    cache; does nothing if its class is wrapped already.
+def available_memory(impl_class: type, profile: Callable[[], int], worker: Any) -> int:
+    """Returns the memory that a worker's ``determine_available_memory`` finds, without what layers
+    of a class need beside the cache.
     """
-    worker_class = resolve_name(config.parallel_config.worker_cls)
-    profile = worker_class.determine_available_memory
-    if hasattr(profile, "msattn"):
-        return
-
-    @wraps(profile)
-    def determine_available_memory(worker: Any) -> int:
-        layers = worker.vllm_config.compilation_config.static_forward_context
-        specs = worker.model_runner.get_kv_cache_spec()
-        own = {name: spec for name, spec in specs.items() if type(layers[name].impl) is impl_class}
-        if not own:
-            return profile(worker)
-        needed = _needed(worker, own)  # loads artifacts, whose memory vLLM then counts
-        available = profile(worker)
-        page, note = sum(spec.page_size_bytes for spec in specs.values()), ""
-        if worker.vllm_config.cache_config.kv_cache_memory_bytes:
-            left, note = available, "; the size of the cache was given, so leave room for both"
-        else:
-            left = needed.left(available, page)
-        pages = left // page
-        _log.info(
-            "msattn: %.2f GiB of KV cache; beside it %.2f GiB of pooled keys and buckets and %.2f "
-            "GiB of work space%s",
-            left / GIB,
-            (needed.fixed + pages * needed.per_page) / GIB,
-            needed.work_space / GIB,
-            note,
-        )
-        return left
-
-    determine_available_memory.msattn = True  # type: ignore[attr-defined]
-    worker_class.determine_available_memory = determine_available_memory
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    specs = worker.model_runner.get_kv_cache_spec()
+    own = {name: spec for name, spec in specs.items() if type(layers[name].impl) is impl_class}
+    if not own:
+        return profile()
+    needed = _needed(worker, own)  # loads artifacts, whose memory vLLM then counts
+    available = profile()
+    page, note = sum(spec.page_size_bytes for spec in specs.values()), ""
+    if worker.vllm_config.cache_config.kv_cache_memory_bytes:
+        left, note = available, "; the size of the cache was given, so leave room for both"
+    else:
+        left = needed.left(available, page)
+    pages = left // page
+    _log.info(
+        "msattn: %.2f GiB of KV cache; beside it %.2f GiB of pooled keys and buckets and %.2f GiB "
+        "of work space%s",
+        left / GIB,
+        (needed.fixed + pages * needed.per_page) / GIB,
+        needed.work_space / GIB,
+        note,
+    )
+    return left
 
 
 def _needed(worker: Any, specs: dict[str, Any]) -> Needed:

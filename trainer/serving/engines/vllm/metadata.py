@@ -4,7 +4,7 @@ vLLM hands over queries and keys after RoPE, which the positions invert. The sta
 belongs to slots, so shared prefixes and preempted requests need nothing here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,8 @@ class Metadata:
     rotates: list[bool]  # whether each layer has RoPE
     dtype: torch.dtype  # dtype of the model
     drafts: int = 0  # the most that a request has after its new token
+    # numbers of queries and keys of the chunks that do not end their prompts
+    unfinished: Collection[tuple[int, int]] = ()
     current: PagedPass = field(init=False)
     positions: Tensor = field(init=False)  # int64 [1, T]
     cos: Tensor = field(init=False)  # [1, T, r]
@@ -87,6 +89,7 @@ class Metadata:
                 given.query_start_loc,
                 kv_len,
                 continued=self._continued(),
+                unfinished=self.unfinished,
             )
             positions = _positions(given.query_start_loc, kv_len, self.tokens)
         self.positions = positions[None]
