@@ -2,7 +2,6 @@
 transformers.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from msattn.trainer import models
 from msattn.trainer.config import GateConfig, ModelConfig
 from msattn.trainer.methods.gate.attn_gate import Gate
-from msattn.trainer.serving.attach import Sparse, attach
+from msattn.trainer.serving.attach import attach
 from msattn.trainer.serving.engines.vllm.backend import clear_stats, stats
 from msattn.trainer.serving.paged.state import PagedState, PromptChunk
 from tests.factory import prompts_of
@@ -30,16 +29,6 @@ SPARSE: dict[str, Any] = {
     "recent": 256,
     "dense_below": 0,
 }
-
-
-def tell_last_chunks(monkeypatch: pytest.MonkeyPatch, prompts: list[list[int]]) -> None:
-    """Tells ``generate`` of an attached model, which reads chunks, where prompts end."""
-    ends, attend = {len(prompt) for prompt in prompts}, Sparse.attend
-
-    def told(self: Sparse, x: Any) -> torch.Tensor:
-        return attend(self, replace(x, ends_prompt=x.num_keys in ends))
-
-    monkeypatch.setattr(Sparse, "attend", told)
 
 
 @pytest.fixture
@@ -100,12 +89,9 @@ def test_preempted_requests_with_several_answers_give_the_tokens_of_dense_vllm(
     [(64, {}), (128, {}), (16, {}), (64, {"keys": 0.05}), (32, {"keys": 0.05})],
     ids=["64", "128", "16", "keys", "keys, 32"],
 )
-def test_sparse_tokens_are_those_of_an_attached_model(
-    page: int, reads: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both read prompts in the same chunks, of which the last one counts its last queries."""
+def test_sparse_tokens_are_those_of_an_attached_model(page: int, reads: dict[str, float]) -> None:
+    """Both read prompts in the same chunks."""
     prompts = prompts_of(900, 1100)
-    tell_last_chunks(monkeypatch, prompts)
     model: Any = models.load(ModelConfig(name="tiny", path="embedded"), dtype="float32").model
     with attach(model, **SPARSE, **reads) as sparse:
         expected = [alone(model, prompt, NEW, **ALONE) for prompt in prompts]
@@ -121,14 +107,11 @@ def test_sparse_tokens_are_those_of_an_attached_model(
     assert counted["selectivity"] == pytest.approx(read["selectivity"], rel=0.02)
 
 
-def test_gates_of_16_keys_and_pages_as_large(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gates_of_16_keys_and_pages_as_large(tmp_path: Path) -> None:
     model: Any = models.load(ModelConfig(name="tiny", path="embedded"), dtype="float32").model
     gate = Gate.build(model.config, GateConfig(block_size=64, key_block_size=16))
     given = SPARSE | {"gate": str(save(tmp_path, model, gate)), "select": "topk", "sparsity": 0.7}
     (prompt,) = prompts_of(900)
-    tell_last_chunks(monkeypatch, [prompt])
     with attach(model, **given) as sparse:
         expected = alone(model, prompt, NEW, **ALONE)
         read = sparse.stats()
@@ -148,10 +131,10 @@ def test_a_cached_prefix_is_not_read_again_and_its_blocks_can_be_selected(
     options = SPARSE | {"select": "topk", "sparsity": 0.7}
     with engine(options, enable_prefix_caching=False) as llm:
         expected = answers(llm, [second])
-    chunks, pool = list[tuple[int, int, int]](), PagedState.pool_keys
+    chunks, pool = list[tuple[Any, ...]](), PagedState.pool_keys
 
     def recorded(self: PagedState, x: Any, chunk: PromptChunk, *others: Any) -> torch.Tensor:
-        chunks.append((chunk.queries, chunk.keys, chunk.pooled))
+        chunks.append((chunk.queries, chunk.keys, chunk.pooled, chunk.ends_prompt))
         return pool(self, x, chunk, *others)
 
     monkeypatch.setattr(PagedState, "pool_keys", recorded)
@@ -162,7 +145,7 @@ def test_a_cached_prefix_is_not_read_again_and_its_blocks_can_be_selected(
             llm.collective_rpc(clear_stats)
             assert answers(llm, [second]) == expected
             (counted,) = llm.collective_rpc(stats)
-        assert set(chunks) == {(256, 768, 512 // 64), (132, 900, 768 // 64)}
+        assert set(chunks) == {(256, 768, 512 // 64, False), (132, 900, 768 // 64, True)}
         assert 0.5 < counted["sparsity"] < 0.8
 
 
