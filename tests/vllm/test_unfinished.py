@@ -3,6 +3,8 @@
 from types import SimpleNamespace as Sent
 from typing import Any
 
+import torch
+
 from msattn.trainer.serving.engines.vllm.unfinished import UnfinishedChunks
 
 
@@ -26,6 +28,7 @@ def scheduled(
                 req_id=name,
                 prompt_token_ids=[0] * length,
                 prefill_token_ids=None,
+                prompt_embeds=None,
                 num_computed_tokens=computed,
             )
             for name, (length, computed) in (new or {}).items()
@@ -51,13 +54,27 @@ def test_chunks_before_the_last_one_of_a_prompt() -> None:
     assert chunks.sizes == set()
 
 
+def test_a_question_may_begin_in_the_chunk_before_the_last_one() -> None:
+    chunks = UnfinishedChunks()
+    chunks.begin(scheduled({"a": 256, "b": 512}, new={"a": (319, 0), "b": (576, 0)}))
+    assert chunks.sizes == {(512, 512)}
+
+
+def test_prompts_may_be_embeddings() -> None:
+    chunks, given = UnfinishedChunks(), scheduled({"a": 256}, new={"a": (0, 0)})
+    given.scheduled_new_reqs[0].prompt_token_ids = None
+    given.scheduled_new_reqs[0].prompt_embeds = torch.zeros(700, 8)
+    chunks.begin(given)
+    assert chunks.sizes == {(256, 256)}
+
+
 def test_preempted_requests_are_read_again_with_their_answers() -> None:
     chunks = UnfinishedChunks()
     chunks.begin(scheduled({"a": 200}, new={"a": (200, 0)}))
-    chunks.begin(scheduled({"a": 200}, cached={"a": 0}, resumed={"a": 230}))
+    chunks.begin(scheduled({"a": 200}, cached={"a": 0}, resumed={"a": 280}))
     assert chunks.sizes == {(200, 200)}
     again = scheduled({"a": 230}, new={"a": (200, 0)})
-    again.scheduled_new_reqs[0].prefill_token_ids = [0] * 240
+    again.scheduled_new_reqs[0].prefill_token_ids = [0] * 300
     chunks.begin(again)
     assert chunks.sizes == {(230, 230)}
 

@@ -307,7 +307,7 @@ class PagedPasses:
         ``pages`` and ``offsets`` are the fields of :class:`PagedPass`. ``cu_queries [B + 1]`` are
         the first tokens of the sequences, ``kv_len [B]`` their numbers of keys, ``answered`` the
         tokens after which new ones follow; without it, every chunk counts as the last one of its
-        prompt, except those with the numbers of queries and keys of an ``unfinished`` one. In
+        prompt. Chunks with the numbers of queries and keys of an ``unfinished`` one never do. In
         sequences that are ``continued``, bool ``[B]``, each of several tokens is read as
         a new one, which sees those before it: drafts.
         """

@@ -166,7 +166,7 @@ class PagedState:
         head = first // self.page_size
         pages = table[head : -(-end // self.page_size)].long()
         span = slice(first - head * self.page_size, end - head * self.page_size)
-        found = self.caches[layer][values][pages].flatten(0, 1)[span].transpose(0, 1)[None]
+        found = self.caches[layer][int(values)][pages].flatten(0, 1)[span].transpose(0, 1)[None]
         scales = self.scales(layer)
         scale = "v_scale" if values else "k_scale"
         return dequantize(found, scales[scale], dtype) if scales else found

@@ -238,34 +238,31 @@ def stats(worker: Any) -> dict[str, Any]:
     """Returns what :meth:`msattn.trainer.serving.attend.Sparse.stats` does, for
     ``llm.collective_rpc(stats)``.
     """
-    counted = _builder_of_worker(worker).sparse.stats()
-    return dict(counted)  # a type that vLLM's processes can exchange
+    (builder,) = _builders_of_worker(worker)
+    return dict(builder.sparse.stats())  # a type that vLLM's processes can exchange
 
 
 def clear_stats(worker: Any) -> None:
     """Forgets what was counted, such as the passes with which vLLM warms up, for
     ``llm.collective_rpc(clear_stats)``.
     """
-    _builder_of_worker(worker).sparse.statistics.clear()
+    for builder in _builders_of_worker(worker):
+        builder.sparse.statistics.clear()
 
 
 def _with_unfinished(execute: Callable[[Any], Any], worker: Any, scheduled: Any) -> Any:
     """Executes a pass with its unfinished chunks, which the scheduler tells."""
-    if Backend not in (group.backend for group in _groups(worker)):
-        return execute(scheduled)
-    unfinished = _builder_of_worker(worker).unfinished
-    unfinished.begin(scheduled)
+    builders = _builders_of_worker(worker)
+    for builder in builders:
+        builder.unfinished.begin(scheduled)
     try:
         return execute(scheduled)
     finally:
-        unfinished.end()
+        for builder in builders:
+            builder.unfinished.end()
 
 
-def _builder_of_worker(worker: Any) -> Builder:
-    # a draft model has another backend
-    (own,) = (group for group in _groups(worker) if group.backend is Backend)
-    return own.get_metadata_builder()
-
-
-def _groups(worker: Any) -> list[Any]:
-    return [*chain.from_iterable(worker.model_runner.attn_groups)]
+def _builders_of_worker(worker: Any) -> list[Builder]:
+    """Returns the builders of a worker's layers; a draft model has another backend."""
+    groups = chain.from_iterable(worker.model_runner.attn_groups)
+    return [group.get_metadata_builder() for group in groups if group.backend is Backend]
