@@ -3,6 +3,7 @@ seed.
 """
 
 import gc
+import logging
 import os
 import sys
 from collections import Counter
@@ -53,6 +54,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(autouse=True)
 def _seeds() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _loggers() -> Iterator[None]:
+    """Removes the handlers of a sweep, which write to a stream that ends with the test."""
+    root = logging.getLogger()
+    handlers, level = [*root.handlers], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture
