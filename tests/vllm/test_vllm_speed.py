@@ -63,8 +63,7 @@ def test_drafts_of_a_text_are_counted(tmp_path: Path) -> None:
     sizes = ("--length", "300", "--requests", "2", "--new", "16", "--text", str(text))
     speed.main([str(MODEL), *arguments, *sizes, "--json", str(file)])
     figures = json.loads(file.read_text())["figures"]
-    assert figures["vLLM"]["accepted"] == pytest.approx(figures["msattn"]["accepted"], abs=0.1)
-    assert 0 < figures["msattn"]["accepted"] < 1
+    assert 0 < figures["vLLM"]["accepted"] == figures["msattn"]["accepted"] < 1
 
 
 @pytest.mark.parametrize(

@@ -308,8 +308,8 @@ class PagedPasses:
         the first tokens of the sequences, ``kv_len [B]`` their numbers of keys, ``answered`` the
         tokens after which new ones follow; without it, every chunk counts as the last one of its
         prompt. Chunks with the numbers of queries and keys of an ``unfinished`` one never do. In
-        sequences that are ``continued``, bool ``[B]``, each of several tokens is read as
-        a new one, which sees those before it: drafts.
+        sequences that are ``continued``, bool ``[B]``, each of several tokens is read as a new one,
+        which sees those before it: drafts.
         """
         known = state.leading_pooled(table) if state.pooled else torch.zeros_like(kv_len)
         ends = (
