@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     )
     from msattn.kernels.pool_blocks import pool_blocks
     from msattn.kernels.probe_buckets import probe_buckets
+    from msattn.kernels.probe_centroids import probe_centroids
     from msattn.kernels.types import BucketIndex, PagedKeys, ScoreMod
     from msattn.trainer.config import SelectConfig
     from msattn.trainer.config.policies import TopK

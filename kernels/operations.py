@@ -47,6 +47,7 @@ _ALL = (
     _multi_token("head_mix_attention", differentiable=True),
     Operation("bucket_decode", softcap=True),
     Operation("probe_buckets"),
+    Operation("probe_centroids"),
     Operation("flash_decode", softcap=True),  # as a score_mod
     Operation("paged_bucket_decode", softcap=True, fp8=True, folder="paged"),
     Operation("paged_bucket_sizes", folder="paged"),

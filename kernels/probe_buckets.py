@@ -14,8 +14,7 @@ classifiers are large. The weights of the second layer are read once, and a prog
 loads before it needs the first one. The first kernel is split-K: a program takes a slice of the
 hidden layer (columns of W_in and the corresponding rows of W_out) and a block of buckets, and
 writes partial logits. The second kernel adds the partial logits of a query group and finds the L
-largest scores by bisection over their bits, because positive floats have the order of their bits as
-integers.
+largest scores.
 
 Tiles: BM queries of a classifier; a slice of STEPS times BF hidden units; BC buckets; BD head size;
 BG queries of a group; BP all buckets. Prefixes: b_ tile, o_ offset, m_ mask. Grid: (slice and
@@ -40,6 +39,7 @@ from msattn.kernels.common.primitives import (
     triton,
 )
 from msattn.kernels.common.registration import register_op
+from msattn.kernels.common.select_largest import select_largest
 from msattn.kernels.reference import probe_buckets as reference
 from msattn.kernels.types import Backend
 
@@ -285,23 +285,7 @@ def _select_kernel(
         score = tl.where(size > 0, score / tl.maximum(size, 1.0) / mean, 0.0)
         found = tl.where(score >= threshold, bucket, -1)
 
-    # Invariant: `reached` >= probes scores are `low` or larger, fewer than probes are `high` or
-    # larger.
-    bits = tl.where(m_bucket, score.to(tl.int32, bitcast=True), -1)
-    low, high = tl.min(tl.where(m_bucket, bits, 0x7FFFFFFF), 0), tl.max(bits, 0) + 1
-    reached = num_buckets
-    while (reached != probes) & (low + 1 < high):
-        middle = low + ((high - low) >> 1)
-        count = tl.sum((bits >= middle).to(tl.int32), 0)
-        low = tl.where(count >= probes, middle, low)
-        high = tl.where(count >= probes, high, middle)
-        reached = tl.where(count >= probes, count, reached)
-    is_selected = bits >= low
-    if reached != probes:  # scores equal to `low` tie: take the first
-        last = (bits == low).to(tl.int32)
-        is_selected = is_selected & (
-            (last == 0) | (tl.cumsum(last, 0) <= probes - reached + tl.sum(last, 0))
-        )
+    is_selected = select_largest(score.to(tl.int32, bitcast=True), m_bucket, num_buckets, probes)
     # Buckets come first, then the places that are left: a reader takes 64 places at a time, and
     # most rows fill the first ones.
     live, left = is_selected & (found >= 0), is_selected & (found < 0)

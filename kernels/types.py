@@ -53,10 +53,10 @@ class BucketMass(NamedTuple):
 
 
 class NearestCentroid(NamedTuple):
-    """Nearest centroid of each key.
+    """Nearest centroid of each key, or the nearest ones.
 
     ``buckets``, int32 ``[B, H, M]``, is the index of the centroid, and ``products``, fp32
-    ``[B, H, M]``, its dot product with the key.
+    ``[B, H, M]``, its dot product with the key. Several have another dimension: ``[B, H, M, L]``.
     """
 
     buckets: Tensor

@@ -248,7 +248,23 @@ def start(
             "attention_backend": backend_name(),
             "additional_config": {SECTION: dict(options)},
         }
-    return LLM(model=model, **{**given, **engine})
+    llm = LLM(model=model, **{**given, **engine})
+    if engine.get("load_format") == "dummy":
+        llm.collective_rpc(_scale_weights)
+    return llm
+
+
+def _scale_weights(worker: Any) -> None:
+    """Gives random weights the scale of new ones; those of vLLM are so small that keys and values
+    are 0 in FP8, and all keys are in one bucket.
+    """
+    from torch import linalg
+
+    for name, weight in worker.model_runner.model.named_parameters():
+        if name.endswith("norm.weight"):
+            weight.data.fill_(1)
+        elif weight.dim() > 1:
+            weight.data.mul_(0.02 * weight.numel() ** 0.5 / linalg.vector_norm(weight.data).item())
 
 
 def answered(llm: Any, prompts: Sequence[list[int]], new: int) -> dict[str, float | None]:

@@ -12,6 +12,7 @@ from msattn.kernels.bench.cases import BenchCase, Forms, Options, Peer, forms_of
 from msattn.kernels.bench.rows import Shape, Work
 
 QUERIES = 1000  # per prompt, as in SAAP training
+PROBES, LAYERS = 32, 8  # of a decoding step
 PRODUCT_CHUNK = 8192  # keys per matrix product of the peer, so that its result fits in memory
 
 
@@ -65,6 +66,28 @@ def nearest_centroid(shape: Shape, options: Options) -> Iterator[BenchCase]:
     k, centroids = _keys_and_centroids(shape)
     forms = _of_each(forms_of("nearest_centroid"), lambda result: result[-1])
     yield _kmeans_case(shape, forms, (k, centroids), centroids)
+
+
+def probe_centroids(shape: Shape, options: Options) -> Iterator[BenchCase]:
+    """Yields the routing of a decoding step, then the bucket of its new key, by k-means."""
+    _, centroids = _keys_and_centroids(shape)
+    for heads, probes, setting in (
+        (shape.q_heads, min(PROBES, centroids.shape[1]), "queries"),
+        (shape.kv_heads, 1, "a key"),
+    ):
+        # centroids of several layers are read in turn
+        layers = [(x, centroids.clone()) for (x,) in (shape.draw(heads, 1) for _ in range(LAYERS))]
+        forms = _of_each(forms_of("probe_centroids", probes=probes), lambda result: result[-1])
+        rows, scores = shape.batch * heads, shape.batch * centroids[..., 0].numel()
+        work = Work(
+            2 * scores * shape.head_size,
+            4 * centroids.numel() + rows * shape.head_size * shape.dtype.itemsize,
+        )
+        compared = [peers.eager(forms.eager, layers, work, scores)]
+        yield BenchCase(
+            *forms, layers, work, compared, f"{setting}, {probes} of {centroids.shape[1]} buckets",
+            queries=1, graph=True, term=shape.head_size**0.5 * heads / shape.kv_heads,
+        )  # fmt: skip
 
 
 def bucket_sums(shape: Shape, options: Options) -> Iterator[BenchCase]:

@@ -167,7 +167,8 @@ def launch(
     page_size, kv_heads = k.shape[1:3]
     capacity = table.shape[1] * page_size
     group, cols = q_heads // kv_heads, padded_head(head)
-    tile = default_tile(cols, q.element_size())
+    # half the tile and fewer buffers than with lists, for more programs that scan at once
+    tile = default_tile(cols, 2 * q.element_size())._replace(stages=3, programs=4)
     splits = one_wave_splits(
         batch * kv_heads,
         tile.programs * num_sms(q.device),

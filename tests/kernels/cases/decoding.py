@@ -3,7 +3,7 @@
 import torch
 
 import msattn
-from msattn.kernels import bucket_decode, probe_buckets
+from msattn.kernels import bucket_decode, probe_buckets, probe_centroids
 from msattn.kernels.common import dense_decode
 from msattn.kernels.common.bucket_index import build_bucket_index
 from msattn.kernels.flash_decode import score_mod
@@ -21,6 +21,7 @@ from tests.kernels.cases.records import (
     Cases,
     choose,
     decoding,
+    drawn,
     token,
     zeros,
 )
@@ -150,6 +151,12 @@ def compile_probe_buckets(dtype: torch.dtype, head_size: int, sm: int) -> None:
     probe_buckets.launch(*given, torch.zeros(2, 2, num_buckets, dtype=torch.int32), 1.5)
 
 
+def compile_probe_centroids(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    num_buckets, tokens, probes = choose([(1024, 1, 32), (10, 60, 1)], head_size, sm)
+    x = torch.zeros(2, 4, tokens, head_size, dtype=dtype)
+    probe_centroids.launch(x, torch.zeros(2, num_buckets, head_size), probes)
+
+
 CASES = {
     "flash_decode": Cases(
         msattn.flash_decode,
@@ -250,5 +257,19 @@ CASES = {
             {"sizes": given["q"].new_full((1, 2, 20), 7, dtype=INT), "threshold": 1.5}
         ],
         read=None,
+    ),
+    "probe_centroids": Cases(
+        msattn.probe_centroids,
+        lambda device: drawn(device, x=(2, 4, 3, 64), centroids=(2, 7, 64)) | {"probes": 3},
+        compile_probe_centroids,
+        [
+            ({"probes": 8}, "probes=8: expected 0 to 7"),
+            ({"x": zeros(4, 3, 64)}, r"x.shape=\(4, 3, 64\): expected \[batch"),
+            ({"centroids": zeros(3, 7, 64)}, r"centroids.shape=\(3, 7, 64\): expected \[Hkv, C"),
+            ({"centroids": zeros(2, 7, 32)}, r"centroids is torch.float32 \(2, 7, 32\)"),
+            ({"centroids": zeros(2, 7, 64, dtype=HALF)}, "centroids is torch.float16"),
+        ],
+        read=lambda given: given["x"][1, 1, 2],
+        full_precision=("centroids",),
     ),
 }

@@ -12,6 +12,7 @@ from msattn.kernels.paged import (
     bucket_decode,
     bucket_sizes,
     flash_decode,
+    read,
     write,
 )
 from msattn.kernels.testing import random_block_mask, random_pages, random_qkv, starts
@@ -198,6 +199,15 @@ def compile_write_pages(dtype: torch.dtype, head_size: int, sm: int) -> None:
             write.launch_rounding(new, scale)
 
 
+def compile_read_pages(dtype: torch.dtype, head_size: int, sm: int) -> None:
+    stored, table = torch.zeros(9, 16, 2, head_size, dtype=dtype), zeros(9, dtype=INT)
+    for tokens in (1, 100):
+        out = torch.zeros(2, tokens, head_size, dtype=dtype)
+        read.launch(stored, table, 5, out, None)
+        if sm >= FP8_CAPABILITY:
+            read.launch(stored.to(FP8), table, 5, out, torch.ones(2))
+
+
 CASES = {
     "paged_block_sparse_attention": Cases(
         msattn.paged_block_sparse_attention,
@@ -346,5 +356,30 @@ CASES = {
             ({"k_scale": torch.ones(3)}, r"k_scale is torch.float32 \(3,\): expected .* \(2,\)"),
         ],
         full_precision=("k_scale",),
+    ),
+    "read_pages": Cases(
+        read.read_pages,
+        lambda device: (
+            drawn(device, stored=(5, 8, 2, 16))
+            | {"table": torch.tensor([4, 0, 2], dtype=INT, device=device), "first": 3, "end": 21}
+        ),
+        compile_read_pages,
+        [
+            ({"stored": zeros(8, 2, 16)}, r"stored.shape=\(8, 2, 16\)"),
+            ({"stored": zeros(5, 8, 2, 16).to(FP8)}, "dtype=None: expected that of the result"),
+            ({"dtype": HALF}, "dtype=torch.float16: expected that of the result"),
+            ({"table": zeros(3, dtype=LONG)}, "table is torch.int64"),
+            ({"end": 25}, "end=25: expected 0 <= first < end <= 24"),
+            ({"first": 21}, "first=21, end=21"),
+            ({"stored_scale": torch.ones(2)}, "stored_scale: expected None for stored"),
+            (
+                {
+                    "stored": zeros(5, 8, 2, 16).to(FP8),
+                    "dtype": HALF,
+                    "stored_scale": torch.ones(3),
+                },
+                r"stored_scale is torch.float32 \(3,\)",
+            ),
+        ],
     ),
 }

@@ -9,12 +9,21 @@ import torch
 from torch import Tensor
 
 from msattn.kernels.nearest_centroid import nearest_centroid
+from msattn.kernels.probe_centroids import probe_centroids
 from msattn.trainer import artifacts
 from msattn.trainer.config.values import require
 from msattn.trainer.errors import UserError
 from msattn.trainer.methods.base import Method
-from msattn.trainer.methods.buckets import BucketRouter, Router, RouterDetails, layer_index
+from msattn.trainer.methods.buckets import (
+    BucketRouter,
+    Buckets,
+    Router,
+    RouterDetails,
+    layer_index,
+)
+from msattn.trainer.methods.budgets import Budget, Probes
 from msattn.trainer.models.families import check_shape, num_layers
+from msattn.trainer.models.layer_attention import LayerInputs
 from msattn.trainer.models.parallel import ModelShard
 from msattn.trainer.storage.documents import checked
 
@@ -88,26 +97,36 @@ class KMeans(BucketRouter, artifacts.ArtifactModule):
 
     def assign(self, layer: int, k_nope: Tensor, k: Tensor) -> Tensor:
         """Returns the nearest centroid of each key."""
-        keys = k if self.rope else k_nope
-        # decoded tokens: the operator would split the centroids first, which takes longer
-        if keys.shape[2] <= FEW_KEYS:
-            return self._products(layer, keys).argmax(-1).to(torch.int32)
-        return nearest_centroid(keys, self.centroids[layer_index(self.layers, layer)]).buckets
+        keys, centroids = k if self.rope else k_nope, self._centroids(layer)
+        if keys.shape[2] <= FEW_KEYS:  # decoded tokens
+            return probe_centroids(keys, centroids, probes=1).buckets.squeeze(-1)
+        return nearest_centroid(keys, centroids).buckets
 
     def head_scores(self, layer: int, q_nope: Tensor, q: Tensor) -> Tensor:
         """Returns the products of queries and centroids."""
         # [B, Hkv, group, D]
         queries = (q if self.rope else q_nope)[:, :, -1].unflatten(1, (self.kv_heads, -1))
-        return self._products(layer, queries).flatten(1, 2)
+        centroids = self._centroids(layer)
+        return torch.einsum("bhgd,hcd->bhgc", queries.to(centroids.dtype), centroids).flatten(1, 2)
 
-    def _products(self, layer: int, vectors: Tensor) -> Tensor:
-        """Returns the products of ``vectors [B, Hkv, n, D]`` and the centroids of their head: fp32
-        ``[B, Hkv, n, C]``.
-        """
-        centroids = self.centroids[layer_index(self.layers, layer)]
-        # broadcasting would copy the centroids B times
-        by_head = vectors.transpose(0, 1).flatten(1, 2).to(centroids.dtype)
-        return (by_head @ centroids.mT).unflatten(1, (len(vectors), -1)).transpose(0, 1)
+    def visit(
+        self,
+        x: LayerInputs,
+        budget: Budget,
+        buckets: Buckets,
+        *,
+        window: int | Tensor = 0,
+        by_head: bool = False,
+    ) -> Tensor:
+        if by_head or not isinstance(budget, Probes):
+            return super().visit(x, budget, buckets, window=window, by_head=by_head)
+        queries = (x.q if self.rope else x.q_nope)[:, :, -1:]
+        return probe_centroids(
+            queries, self._centroids(x.layer), probes=budget.most
+        ).buckets.squeeze(2)
+
+    def _centroids(self, layer: int) -> Tensor:
+        return self.centroids[layer_index(self.layers, layer)]
 
 
 def router_details(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from msattn.kernels.common.fp8 import dequantize
+from msattn.kernels.paged.read import read_pages
 from msattn.kernels.types import PagedKeys
 from msattn.trainer.config import GateConfig
 from msattn.trainer.methods.gate.attn_gate import pool_from
@@ -161,15 +161,11 @@ class PagedState:
         values: bool = False,
     ) -> Tensor:
         """Returns a copy of the keys, or of the ``values``, at positions ``first`` to ``end - 1``
-        of a sequence: ``[1, Hkv, n, D]``; those in FP8 become ``dtype``.
+        of a sequence: ``[1, Hkv, n, D]`` in ``dtype``, that of the model.
         """
-        head = first // self.page_size
-        pages = table[head : -(-end // self.page_size)].long()
-        span = slice(first - head * self.page_size, end - head * self.page_size)
-        found = self.caches[layer][int(values)][pages].flatten(0, 1)[span].transpose(0, 1)[None]
-        scales = self.scales(layer)
-        scale = "v_scale" if values else "k_scale"
-        return dequantize(found, scales[scale], dtype) if scales else found
+        scale = self.scales(layer).get("v_scale" if values else "k_scale")
+        stored = self.caches[layer][int(values)]
+        return read_pages(stored, table, first, end, stored_scale=scale, dtype=dtype)[None]
 
     def pool_keys(self, x: LayerInputs, prompt: PromptChunk, rotation: Rotation | None) -> Tensor:
         """Returns the pooled keys of all blocks of a sequence, and keeps those of whole blocks.
