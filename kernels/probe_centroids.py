@@ -39,6 +39,7 @@ from msattn.kernels.reference import probe_centroids as reference
 from msattn.kernels.types import Backend, NearestCentroid
 
 COLUMNS = 64  # centroids of a program
+FEW_ROWS = 64
 
 
 def probe_centroids(
@@ -92,7 +93,7 @@ def launch(x: Tensor, centroids: Tensor, probes: int) -> tuple[Tensor, Tensor]:
     kv_heads, num_buckets, _ = centroids.shape
     rows = batch * tokens
     scores = x.new_empty((kv_heads, rows, num_buckets), dtype=torch.float32)
-    tile_rows = max(16, min(64, triton.next_power_of_2(rows)))
+    tile_rows = 16 if rows <= FEW_ROWS else 64  # few variants, which compile while users wait
     _scores_kernel[(triton.cdiv(num_buckets, COLUMNS), kv_heads, triton.cdiv(rows, tile_rows))](
         x, centroids.contiguous(), scores, *x.stride(), heads // kv_heads, tokens, rows,
         num_buckets, HEAD=head, BM=tile_rows, BC=COLUMNS, BD=padded_head(head),
