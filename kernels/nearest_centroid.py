@@ -196,7 +196,7 @@ _sums_operator = register_op(
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_keys"])
 def _nearest_kernel(
     k_ptr, high, low, buckets_ptr, products_ptr,
     stride_kb, stride_kh, stride_km, stride_kd, num_keys, num_buckets,

@@ -89,7 +89,7 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Launches the kernel; the grid depends only on shapes."""
     batch, heads, tokens, size = x.shape
     out, pairs = torch.empty_like(x), cos.shape[-1] // 2
-    rows, _, warps = row_tile(tokens, size)
+    rows, _, warps = row_tile(size)
     if out.numel():
         _unrotate_kernel[(triton.cdiv(tokens, rows), heads, batch)](
             x, cos, sin, out, tokens, *x.stride(), *out.stride(),

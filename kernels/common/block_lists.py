@@ -173,7 +173,7 @@ def _dtype(candidates: int) -> torch.dtype:
     return torch.uint16 if candidates <= 2**16 else torch.int32
 
 
-@triton.jit(do_not_specialize=["first_block"])
+@triton.jit(do_not_specialize=["first_block", "num_queries"])
 def _compact_kernel(
     mask_ptr, lists_ptr, lengths_ptr, kv_start_ptr, cu_queries_ptr, kv_len_ptr,
     stride_b, stride_h, stride_group, stride_block, stride_candidate,

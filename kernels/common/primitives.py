@@ -81,12 +81,15 @@ def tile_view(x: Tensor, rows: int, cols: int | None = None, heads: int = 1) -> 
     )
 
 
-def row_tile(tokens: int, channels: int) -> tuple[int, int, int]:
+def row_tile(channels: int) -> tuple[int, int, int]:
     """Returns tokens, padded channels and warps of a program that moves rows of ``channels``; each
     is a power of two.
+
+    They do not depend on the number of tokens, so that a few do not wait for another kernel to
+    compile.
     """
     padded = triton.next_power_of_2(channels)
-    rows = min(triton.next_power_of_2(tokens), max(1, TILE_ELEMENTS // padded))
+    rows = max(1, TILE_ELEMENTS // padded)
     return rows, padded, min(4, max(1, rows * padded // WARP_ELEMENTS))
 
 

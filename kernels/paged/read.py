@@ -75,7 +75,7 @@ def read_pages(
 def launch(stored: Tensor, table: Tensor, first: int, out: Tensor, scale: Tensor | None) -> None:
     """Launches the kernel."""
     heads, tokens, size = out.shape
-    rows, padded, warps = row_tile(tokens, size)
+    rows, padded, warps = row_tile(size)
     _read_kernel[(triton.cdiv(tokens, rows), heads)](
         stored, table.contiguous(), out, scale, first, tokens, *stored.stride(),
         head_stride(scale), PAGE=stored.shape[1], SIZE=size, BT=rows, BD=padded,
@@ -83,7 +83,7 @@ def launch(stored: Tensor, table: Tensor, first: int, out: Tensor, scale: Tensor
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first", "tokens"])
+@triton.jit(do_not_specialize=["first", "tokens"], do_not_specialize_on_alignment=["table_ptr"])
 def _read_kernel(
     stored_ptr, table_ptr, out_ptr, scale_ptr, first, tokens,
     stride_p, stride_s, stride_h, stride_d, stride_scale,

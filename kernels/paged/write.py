@@ -146,7 +146,7 @@ def launch(
 ) -> None:
     """Launches the kernel; the grid depends only on shapes."""
     heads, tokens, size = k.shape
-    rows, padded, warps = row_tile(tokens, size)
+    rows, padded, warps = row_tile(size)
     _write_kernel[(triton.cdiv(tokens, rows), heads)](
         k, v, keys, values, pages, offsets, ids, buckets, k_scale, v_scale, tokens,
         *k.stride(), *v.stride(), *keys.stride(), *values.stride(), pages.stride(0),
@@ -159,7 +159,9 @@ def launch(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(
+    do_not_specialize=["tokens", "stride_pages", "stride_offsets", "stride_ih", "stride_it"]
+)
 def _write_kernel(
     k_ptr, v_ptr, keys_ptr, values_ptr, pages_ptr, offsets_ptr, ids_ptr, buckets_ptr,
     k_scale_ptr, v_scale_ptr, tokens,
@@ -201,7 +203,7 @@ def _write_kernel(
 def launch_rounding(k: Tensor, k_scale: Tensor | None) -> Tensor:
     """Launches the kernel of :func:`round_keys`."""
     heads, tokens, size = k.shape
-    rows, padded, warps = row_tile(tokens, size)
+    rows, padded, warps = row_tile(size)
     out = torch.empty_like(k)
     _round_kernel[(triton.cdiv(tokens, rows), heads)](
         k, out, k_scale, tokens, *k.stride(), *out.stride(), head_stride(k_scale),
