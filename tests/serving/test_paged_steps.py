@@ -1,5 +1,5 @@
-"""Passes of one new token for each sequence over a paged cache, whose description reads nothing
-back from the device.
+"""Passes of one new token for each sequence over a paged cache, or of one and its drafts, whose
+description reads nothing back from the device.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,9 @@ PAGES = 1 + len(LENGTHS) * LONGEST // PAGE
 
 @dataclass
 class Step:
-    """The tables of a pass, which may be padded, over a state with random keys."""
+    """The tables of a pass, which may be padded, over a state with random keys; each sequence has
+    ``tokens`` new tokens.
+    """
 
     sparse: Sparse
     state: PagedState
@@ -36,6 +38,7 @@ class Step:
     table: Tensor
     kv_len: Tensor
     qkv: list[Tensor]
+    tokens: int
 
     @property
     def places(self) -> tuple[Tensor, Tensor]:
@@ -44,13 +47,14 @@ class Step:
 
     def of_new_tokens(self) -> PagedPass:
         return self.sparse.paged.begin_new_tokens(
-            self.state, *self.places, self.table, self.kv_len, LONGEST
+            self.state, *self.places, self.table, self.kv_len, LONGEST, self.tokens
         )
 
     def of_tables(self) -> PagedPass:
-        cu_queries = torch.arange(len(self.kv_len) + 1, dtype=torch.int32)
+        cu_queries = torch.arange(len(self.kv_len) + 1, dtype=torch.int32) * self.tokens
+        every = self.kv_len > 0 if self.tokens > 1 else None
         return self.sparse.paged.begin_tables(
-            self.state, *self.places, self.table, cu_queries, self.kv_len
+            self.state, *self.places, self.table, cu_queries, self.kv_len, continued=every
         )
 
     def attend(self, now: PagedPass) -> Tensor:
@@ -64,16 +68,20 @@ class Step:
         return torch.stack([self.sparse.attend_pages(now, x) for x in inputs])
 
     def lengthen(self, lengths: list[int]) -> None:
-        """Replaces the lengths in place, those of padding by 0."""
+        """Replaces the lengths in place, those of padding by 0; no sequence has fewer keys than new
+        tokens.
+        """
         self.kv_len.zero_()
-        self.kv_len[: len(lengths)] = torch.tensor(lengths)
-        position = (self.kv_len.long() - 1).clamp(min=0)
-        page = self.table.gather(1, (position // PAGE)[:, None]).squeeze(1).long()
-        self.slots.copy_(torch.where(self.kv_len > 0, page * PAGE + position % PAGE, -1))
+        self.kv_len[: len(lengths)] = torch.tensor(lengths).clamp(min=self.tokens)
+        later = torch.arange(self.tokens, 0, -1, device=self.kv_len.device)
+        position = self.kv_len.long()[:, None] - later
+        page = self.table.gather(1, position.clamp(min=0) // PAGE).long()
+        slots = torch.where(position >= 0, page * PAGE + position % PAGE, -1)
+        self.slots.copy_(slots.flatten())
 
 
 @contextmanager
-def step(*, requests: int, device: str = "cpu") -> Iterator[Step]:
+def step(*, requests: int, tokens: int = 1, device: str = "cpu") -> Iterator[Step]:
     """Yields a pass of ``LENGTHS``, padded to a number of requests; page 0 belongs to none."""
     torch.manual_seed(0)
     model = tiny_model().to(device)
@@ -83,19 +91,20 @@ def step(*, requests: int, device: str = "cpu") -> Iterator[Step]:
     ) as sparse:
         pages = (PAGES, PAGE, HEADS, SIZE)
         caches = {layer: tuple(random(pages, pages, device=device)) for layer in range(2)}
-        state = PagedState(caches, **sparse.paged.state_options(model.config, requests))
+        kept = sparse.paged.state_options(model.config, requests, tokens - 1)
+        state = PagedState(caches, **kept)
         for buckets in state.buckets.values():
             buckets.random_(random_partition().num_buckets)
         table = torch.zeros(requests, LONGEST // PAGE, dtype=torch.int32, device=device)
         table[: len(LENGTHS)] = torch.arange(1, PAGES).view(len(LENGTHS), -1)
         qkv = list(
             random(
-                *((1, heads, REQUESTS, SIZE) for heads in (2 * HEADS, HEADS, HEADS)), device=device
+                *((1, heads, REQUESTS * tokens, SIZE) for heads in (2 * HEADS, HEADS, HEADS)),
+                device=device,
             )
         )
-        made = Step(
-            sparse, state, table.new_zeros(requests).long(), table, table.new_zeros(requests), qkv
-        )
+        slots = table.new_zeros(requests * tokens).long()
+        made = Step(sparse, state, slots, table, table.new_zeros(requests), qkv, tokens)
         made.lengthen(LENGTHS)
         sparse.paged.create_counters(state)
         yield made
@@ -108,16 +117,17 @@ def random(*shapes: tuple[int, ...], device: Any) -> Iterator[Tensor]:
         yield torch.randn(shape, generator=generator).to(device)
 
 
-def test_padded_passes_of_new_tokens_compute_what_general_ones_do() -> None:
-    with step(requests=len(LENGTHS)) as general:
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_padded_passes_of_new_tokens_compute_what_general_ones_do(tokens: int) -> None:
+    with step(requests=len(LENGTHS), tokens=tokens) as general:
         expected = general.attend(general.of_tables())
         share = general.sparse.stats()["selectivity"]
-    with step(requests=REQUESTS) as padded:
+    with step(requests=REQUESTS, tokens=tokens) as padded:
         padded.state.is_pooled.fill_(True)
         now = padded.of_new_tokens()
         got = padded.attend(now)
         assert padded.sparse.stats()["selectivity"] == share < 1
-    torch.testing.assert_close(got[..., : len(LENGTHS), :], expected)
+    torch.testing.assert_close(got[..., : len(LENGTHS) * tokens, :], expected)
     unpooled = {tuple(place) for place in (~padded.state.is_pooled).nonzero().tolist()}
     assert unpooled == set(
         zip(now.pages.tolist(), (now.offsets // padded.state.block_size).tolist(), strict=True)
@@ -164,20 +174,22 @@ def test_prompts_that_follow_one_another_are_a_slice(
     assert sorted(got, key=str) == sorted(tokens, key=str)
 
 
-def test_passes_of_new_tokens_wait_for_no_device() -> None:
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_passes_of_new_tokens_wait_for_no_device(tokens: int) -> None:
     """Fake tensors have no values that could be read; general passes read lengths."""
-    with step(requests=REQUESTS) as made, FakeTensorMode(allow_non_fake_inputs=True):
+    with step(requests=REQUESTS, tokens=tokens) as made, FakeTensorMode(allow_non_fake_inputs=True):
         assert made.of_new_tokens().decoded is not None
         with pytest.raises(DataDependentOutputException):
             made.of_tables()
 
 
 @pytest.mark.gpu
-def test_cuda_graph() -> None:
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_cuda_graph(tokens: int) -> None:
     """A captured pass follows in-place changes of the lengths, and counts the keys of each
     replay.
     """
-    with step(requests=REQUESTS, device="cuda") as made:
+    with step(requests=REQUESTS, tokens=tokens, device="cuda") as made:
         made.attend(made.of_new_tokens())  # compiles the kernels
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -187,7 +199,7 @@ def test_cuda_graph() -> None:
             before = made.sparse.stats()["selectivity"]
             graph.replay()
             assert made.sparse.stats()["selectivity"] != before
-            replayed = got[..., : len(lengths), :].clone()
-            torch.testing.assert_close(
-                replayed, made.attend(made.of_new_tokens())[..., : len(lengths), :], rtol=0, atol=0
-            )
+            own = slice(len(lengths) * tokens)
+            replayed = got[..., own, :].clone()
+            again = made.attend(made.of_new_tokens())[..., own, :]
+            torch.testing.assert_close(replayed, again, rtol=0, atol=0)

@@ -342,14 +342,20 @@ class PagedPasses:
         table: Tensor,
         kv_len: Tensor,
         longest: int,
+        tokens: int = 1,
     ) -> PagedPass:
-        """Returns a pass over one token of each sequence, which never synchronizes with the device,
-        as in a CUDA graph.
+        """Returns a pass over one new token of each sequence, or over so many ``tokens``, each of
+        which sees those before it: drafts. It never synchronizes with the device, as in a CUDA
+        graph.
 
         The arguments are the fields of :class:`PagedPass` and :class:`TokenPages`. A sequence
         without keys is padding, and its page belongs to no sequence. ``longest`` may be an upper
         bound; in a graph it bounds all passes.
         """
+        if tokens > 1:
+            later = torch.arange(tokens - 1, -1, -1, dtype=torch.int32, device=kv_len.device)
+            kv_len = (kv_len[:, None] - later).clamp(min=0).flatten()
+            table = table.repeat_interleave(tokens, 0)
         rows = TokenPages(state, slice(None), table, kv_len, longest)
         return self.begin(PagedPass(state, pages, offsets, rows, []))
 

@@ -129,7 +129,7 @@ class Builder(AttentionMetadataBuilder[Metadata]):
         launches.
         """
         metadata = super().build_for_cudagraph_capture(common_attn_metadata)
-        if common_attn_metadata.max_query_len == 1:
+        if metadata.new_tokens:
             layers = self.vllm_config.compilation_config.static_forward_context
             with self.sparse.statistics.unchanged():
                 for name in sorted(self.layer_names, key=extract_layer_index):

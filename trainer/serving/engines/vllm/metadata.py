@@ -48,6 +48,15 @@ class Metadata:
         """The number of tokens; vLLM's tensors may be padded to more."""
         return self.given.num_actual_tokens
 
+    @property
+    def new_tokens(self) -> int:
+        """The number of new tokens of every request, if it is 1 or that with all drafts; else 0. A
+        part of a prompt with as many tokens is read like them.
+        """
+        number = self.given.max_query_len
+        equal = number * len(self.given.seq_lens) == self.tokens
+        return number if equal and number in (1, 1 + self.drafts) else 0
+
     def inputs(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
     ) -> LayerInputs:
@@ -76,11 +85,12 @@ class Metadata:
         slots = given.slot_mapping[: self.tokens].long().clamp(min=0)
         places = slots // state.page_size, slots % state.page_size
         table = given.block_table_tensor[:, : -(-given.max_seq_len // state.page_size)]
-        if given.max_query_len == 1 and self.tokens == len(kv_len):
+        if self.new_tokens:
             self.current = self.sparse.paged.begin_new_tokens(
-                state, *places, table, kv_len, given.max_seq_len
+                state, *places, table, kv_len, given.max_seq_len, self.new_tokens
             )
-            positions = (kv_len.long() - 1).clamp(min=0)
+            assert self.current.decoded is not None
+            positions = (self.current.decoded.kv_len.long() - 1).clamp(min=0)
         else:
             self.current = self.sparse.paged.begin_tables(
                 state,
