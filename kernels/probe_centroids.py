@@ -13,7 +13,7 @@ programs of the first kernel divide them, and those of the second select from al
 Products are three TF32 products, which keep 22 of 24 bits.
 
 Tiles: BM vectors, BC centroids, BD head size; BP all buckets. Prefixes: b_ tile, o_ offset, m_
-mask. Grid: (block of centroids, key/value head, row tile), then (key/value head, row).
+mask. Grid: (row tile, block of centroids, key/value head), then (row, key/value head).
 """
 
 import torch
@@ -92,18 +92,20 @@ def launch(x: Tensor, centroids: Tensor, probes: int) -> tuple[Tensor, Tensor]:
     batch, heads, tokens, head = x.shape
     kv_heads, num_buckets, _ = centroids.shape
     rows = batch * tokens
+    cols = padded_head(head)
+    # two variants alone, because kernels compile while users wait
+    tile_rows = 16 if rows <= FEW_ROWS or cols > 128 else 64
     scores = x.new_empty((kv_heads, rows, num_buckets), dtype=torch.float32)
-    tile_rows = 16 if rows <= FEW_ROWS else 64  # few variants, which compile while users wait
-    _scores_kernel[(triton.cdiv(num_buckets, COLUMNS), kv_heads, triton.cdiv(rows, tile_rows))](
-        x, centroids.contiguous(), scores, *x.stride(), heads // kv_heads, tokens, rows,
-        num_buckets, HEAD=head, BM=tile_rows, BC=COLUMNS, BD=padded_head(head),
-        num_warps=4, **pdl_args(x.device),
-    )  # fmt: skip
     shape = (batch, kv_heads, tokens, probes)
     buckets = x.new_empty(shape, dtype=torch.int32)
     products = x.new_empty(shape, dtype=torch.float32)
     if probes:
-        _select_kernel[(kv_heads, rows)](
+        _scores_kernel[(triton.cdiv(rows, tile_rows), triton.cdiv(num_buckets, COLUMNS), kv_heads)](
+            x, centroids.contiguous(), scores, *x.stride(), heads // kv_heads, tokens, rows,
+            num_buckets, HEAD=head, BM=tile_rows, BC=COLUMNS, BD=cols,
+            num_warps=4, **pdl_args(x.device),
+        )  # fmt: skip
+        _select_kernel[(rows, kv_heads)](
             scores, buckets, products, tokens, num_buckets, probes,
             ONE=probes == 1, BP=triton.next_power_of_2(num_buckets),
             num_warps=4, **pdl_args(x.device),
@@ -128,15 +130,14 @@ def _scores_kernel(
     HEAD: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Writes ``scores [Hkv, B * N, C]``."""
-    kv_head = tl.program_id(1).to(tl.int64)
-    bucket, o_d = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, BD)
-    m_bucket, m_d = bucket < num_buckets, o_d < HEAD
-    c_ptrs = centroids_ptr + (kv_head * num_buckets + bucket[:, None]) * HEAD + o_d[None, :]
-    b_c = tl.load(c_ptrs, mask=m_bucket[:, None] & m_d[None, :], other=0.0)  # [BC, BD]
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
-    row = (tl.program_id(2) * BM + tl.arange(0, BM)).to(tl.int64)
-    m_row = row < rows
+    kv_head = tl.program_id(2).to(tl.int64)
+    bucket, o_d = tl.program_id(1) * BC + tl.arange(0, BC), tl.arange(0, BD)
+    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    m_bucket, m_d, m_row = bucket < num_buckets, o_d < HEAD, row < rows
+    c_ptrs = centroids_ptr + (kv_head * num_buckets + bucket[:, None]) * HEAD + o_d[None, :]
+    b_c = tl.load(c_ptrs, mask=m_bucket[:, None] & m_d[None, :], other=0.0)  # [BC, BD]
     x_ptrs = (
         x_ptr
         + (row // tokens * stride_xb + row % tokens * stride_xn + kv_head * group * stride_xh)[
@@ -161,8 +162,8 @@ def _select_kernel(
     """Selects the buckets of one row; ``ONE`` is a single one."""
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
-    kv_head, row = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    kv_heads, rows = tl.num_programs(0), tl.num_programs(1)
+    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    rows, kv_heads = tl.num_programs(0), tl.num_programs(1)
     bucket = tl.arange(0, BP)
     live = bucket < num_buckets
     score = tl.load(

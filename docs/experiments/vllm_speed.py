@@ -256,15 +256,16 @@ def start(
 
 def _scale_weights(worker: Any) -> None:
     """Gives random weights the scale of new ones; those of vLLM are so small that keys and values
-    are 0 in FP8, and all keys are in one bucket.
+    are 0 in FP8, and all keys are in one bucket. Quantized weights and draft models keep theirs.
     """
     from torch import linalg
 
     for name, weight in worker.model_runner.model.named_parameters():
         if name.endswith("norm.weight"):
             weight.data.fill_(1)
-        elif weight.dim() > 1:
-            weight.data.mul_(0.02 * weight.numel() ** 0.5 / linalg.vector_norm(weight.data).item())
+        elif weight.dim() > 1 and weight.is_floating_point() and weight.element_size() > 1:
+            size = linalg.vector_norm(weight.data).clamp(min=1e-9)
+            weight.data.mul_(0.02 * weight.numel() ** 0.5 / size)
 
 
 def answered(llm: Any, prompts: Sequence[list[int]], new: int) -> dict[str, float | None]:

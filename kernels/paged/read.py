@@ -92,7 +92,8 @@ def _read_kernel(
     pdl_wait(PDL)
     pdl_launch_dependents(PDL)
     head = tl.program_id(1).to(tl.int64)
-    token, o_d = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, BD)[None, :]
+    token = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
+    o_d = tl.arange(0, BD)[None, :]
     m_token, position = token < tokens, first + token
     mask = m_token[:, None] & (o_d < SIZE)
     page = tl.load(table_ptr + position // PAGE, mask=m_token, other=0).to(tl.int64)

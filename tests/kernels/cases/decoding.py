@@ -152,9 +152,9 @@ def compile_probe_buckets(dtype: torch.dtype, head_size: int, sm: int) -> None:
 
 
 def compile_probe_centroids(dtype: torch.dtype, head_size: int, sm: int) -> None:
-    num_buckets, tokens, probes = choose([(1024, 1, 32), (10, 60, 1)], head_size, sm)
-    x = torch.zeros(2, 4, tokens, head_size, dtype=dtype)
-    probe_centroids.launch(x, torch.zeros(2, num_buckets, head_size), probes)
+    for num_buckets, tokens, probes in ((1024, 1, 32), (10, 60, 1)):
+        x = torch.zeros(2, 4, tokens, head_size, dtype=dtype)
+        probe_centroids.launch(x, torch.zeros(2, num_buckets, head_size), probes)
 
 
 CASES = {
