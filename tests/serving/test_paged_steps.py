@@ -52,10 +52,8 @@ class Step:
 
     def of_tables(self) -> PagedPass:
         cu_queries = torch.arange(len(self.kv_len) + 1, dtype=torch.int32) * self.tokens
-        every = self.kv_len > 0 if self.tokens > 1 else None
-        return self.sparse.paged.begin_tables(
-            self.state, *self.places, self.table, cu_queries, self.kv_len, continued=every
-        )
+        given = self.state, *self.places, self.table, cu_queries, self.kv_len
+        return self.sparse.paged.begin_tables(*given, drafts=self.tokens - 1)
 
     def attend(self, now: PagedPass) -> Tensor:
         """Returns the attention of the layers, ``[layers, 1, Hq, T, D]``."""
@@ -68,11 +66,11 @@ class Step:
         return torch.stack([self.sparse.attend_pages(now, x) for x in inputs])
 
     def lengthen(self, lengths: list[int]) -> None:
-        """Replaces the lengths in place, those of padding by 0; no sequence has fewer keys than new
-        tokens.
-        """
+        """Replaces the lengths in place, those of padding by 0; drafts follow at least one key."""
         self.kv_len.zero_()
-        self.kv_len[: len(lengths)] = torch.tensor(lengths).clamp(min=self.tokens)
+        self.kv_len[: len(lengths)] = torch.tensor(lengths).clamp(
+            min=self.tokens + (self.tokens > 1)
+        )
         later = torch.arange(self.tokens, 0, -1, device=self.kv_len.device)
         position = self.kv_len.long()[:, None] - later
         page = self.table.gather(1, position.clamp(min=0) // PAGE).long()

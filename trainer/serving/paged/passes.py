@@ -298,7 +298,7 @@ class PagedPasses:
         kv_len: Tensor,
         *,
         answered: Tensor | None = None,
-        continued: Tensor | None = None,
+        drafts: int = 0,
         unfinished: Collection[tuple[int, int]] = (),
     ) -> PagedPass:
         """Returns a pass over any number of tokens of each sequence, whose pages are in
@@ -307,9 +307,9 @@ class PagedPasses:
         ``pages`` and ``offsets`` are the fields of :class:`PagedPass`. ``cu_queries [B + 1]`` are
         the first tokens of the sequences, ``kv_len [B]`` their numbers of keys, ``answered`` the
         tokens after which new ones follow; without it, every chunk counts as the last one of its
-        prompt. Chunks with the numbers of queries and keys of an ``unfinished`` one never do. In
-        sequences that are ``continued``, bool ``[B]``, each of several tokens is read as a new one,
-        which sees those before it: drafts.
+        prompt. Chunks with the numbers of queries and keys of an ``unfinished`` one never do. Of a
+        sequence with cached keys, up to ``1 + drafts`` tokens are read as new ones, each of which
+        sees those before it.
         """
         known = state.leading_pooled(table) if state.pooled else torch.zeros_like(kv_len)
         ends = (
@@ -317,15 +317,13 @@ class PagedPasses:
             if answered is None
             else torch.isin(cu_queries[1:] - 1, answered)
         )
-        queries = cu_queries.diff()
-        new = queries == 1 if continued is None else (queries == 1) | continued
         numbers = torch.stack(
-            [each.long() for each in (cu_queries[:-1], queries, kv_len, known, ends, new)]
+            [each.long() for each in (cu_queries[:-1], cu_queries.diff(), kv_len, known, ends)]
         ).T
         prompts, decoded = [], list[tuple[int, int, int]]()
         # waits for the device
-        for row, (first, number, keys, pooled, last, is_new) in enumerate(numbers.tolist()):
-            if is_new:
+        for row, (first, number, keys, pooled, last) in enumerate(numbers.tolist()):
+            if number == 1 or (number <= 1 + drafts and 0 < number < keys):
                 before = keys - number + 1
                 decoded += [(row, first + each, before + each) for each in range(number)]
             elif number:  # others are padding

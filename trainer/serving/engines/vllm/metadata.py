@@ -50,9 +50,7 @@ class Metadata:
 
     @property
     def new_tokens(self) -> int:
-        """The number of new tokens of every request, if it is 1 or that with all drafts; else 0. A
-        part of a prompt with as many tokens is read like them.
-        """
+        """The number of new tokens of every request, if it is 1 or that with all drafts; else 0."""
         number = self.given.max_query_len
         equal = number * len(self.given.seq_lens) == self.tokens
         return number if equal and number in (1, 1 + self.drafts) else 0
@@ -98,7 +96,7 @@ class Metadata:
                 table,
                 given.query_start_loc,
                 kv_len,
-                continued=self._continued(),
+                drafts=self.drafts,
                 unfinished=self.unfinished,
             )
             positions = _positions(given.query_start_loc, kv_len, self.tokens)
@@ -108,16 +106,6 @@ class Metadata:
     def end_pass(self) -> None:
         """Records what the pass has computed, after its last layer."""
         self.sparse.paged.end(self.current)
-
-    def _continued(self) -> Tensor | None:
-        """Returns the requests whose tokens may be drafts, bool ``[B]``: no short chunks of
-        prompts, where vLLM tells these apart.
-        """
-        if not self.drafts:
-            return None
-        queries, prefilling = self.given.query_start_loc.diff(), self.given.is_prefilling
-        continued = (queries <= 1 + self.drafts) & (queries < self.given.seq_lens)
-        return continued if prefilling is None else continued & ~prefilling.to(continued.device)
 
 
 def cache_views(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
