@@ -26,6 +26,7 @@ import math
 import torch
 from torch import Tensor
 
+from msattn.kernels.common.best_of_row import largest_of_row
 from msattn.kernels.common.checks import check_qkv, check_tensor, resolve_backend
 from msattn.kernels.common.densities import SMALLEST_SUM
 from msattn.kernels.common.primitives import (
@@ -39,7 +40,6 @@ from msattn.kernels.common.primitives import (
     triton,
 )
 from msattn.kernels.common.registration import register_op
-from msattn.kernels.common.select_largest import select_largest
 from msattn.kernels.reference import probe_buckets as reference
 from msattn.kernels.types import Backend
 
@@ -285,7 +285,7 @@ def _select_kernel(
         score = tl.where(size > 0, score / tl.maximum(size, 1.0) / mean, 0.0)
         found = tl.where(score >= threshold, bucket, -1)
 
-    is_selected = select_largest(score.to(tl.int32, bitcast=True), m_bucket, num_buckets, probes)
+    is_selected = largest_of_row(score, m_bucket, probes)
     # Buckets come first, then the places that are left: a reader takes 64 places at a time, and
     # most rows fill the first ones.
     live, left = is_selected & (found >= 0), is_selected & (found < 0)

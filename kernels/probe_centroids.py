@@ -19,6 +19,7 @@ mask. Grid: (row tile, block of centroids, key/value head), then (row, key/value
 import torch
 from torch import Tensor
 
+from msattn.kernels.common.best_of_row import LOWEST, largest_of_row, ordered_bits
 from msattn.kernels.common.checks import (
     check_tensor,
     check_tokens,
@@ -34,7 +35,6 @@ from msattn.kernels.common.primitives import (
     triton,
 )
 from msattn.kernels.common.registration import USE_NO_GRAD, register_op
-from msattn.kernels.common.select_largest import ordered_bits, select_largest
 from msattn.kernels.reference import probe_centroids as reference
 from msattn.kernels.types import Backend, NearestCentroid
 
@@ -93,7 +93,7 @@ def launch(x: Tensor, centroids: Tensor, probes: int) -> tuple[Tensor, Tensor]:
     kv_heads, num_buckets, _ = centroids.shape
     rows = batch * tokens
     cols = padded_head(head)
-    # two variants alone, because kernels compile while users wait
+    # two variants only, because kernels compile while users wait
     tile_rows = 16 if rows <= FEW_ROWS or cols > 128 else 64
     scores = x.new_empty((kv_heads, rows, num_buckets), dtype=torch.float32)
     shape = (batch, kv_heads, tokens, probes)
@@ -169,13 +169,13 @@ def _select_kernel(
     score = tl.load(
         scores_ptr + (kv_head * rows + row) * num_buckets + bucket, mask=live, other=float("-inf")
     )
-    bits = ordered_bits(score)
     out = ((row // tokens * kv_heads + kv_head) * tokens + row % tokens) * probes
     if ONE:
-        place, best = tl.zeros([BP], tl.int32), tl.max(bits, 0)
-        is_selected = bucket == tl.min(tl.where(bits == best, bucket, BP), 0)
+        key = tl.where(live, ordered_bits(score), LOWEST)
+        place, best = tl.zeros([BP], tl.int32), tl.max(key, 0)
+        is_selected = bucket == tl.min(tl.where(key == best, bucket, BP), 0)
     else:
-        is_selected = select_largest(bits, live, num_buckets, probes)
+        is_selected = largest_of_row(score, live, probes)
         place = tl.cumsum(is_selected.to(tl.int32), 0) - 1
     tl.store(buckets_ptr + out + place, bucket, mask=is_selected)
     tl.store(products_ptr + out + place, score, mask=is_selected)

@@ -89,7 +89,7 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """Launches the kernel; the grid depends only on shapes."""
     batch, heads, tokens, size = x.shape
     out, pairs = torch.empty_like(x), cos.shape[-1] // 2
-    rows, _, warps = row_tile(size)
+    rows, _ = row_tile(size)
     if out.numel():
         _unrotate_kernel[(triton.cdiv(tokens, rows), heads, batch)](
             x, cos, sin, out, tokens, *x.stride(), *out.stride(),
@@ -98,7 +98,7 @@ def launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
             SIZE=size, PAIRS=pairs, STEP=2 if interleaved else 1, GAP=1 if interleaved else pairs,
             BN=rows, BP=triton.next_power_of_2(pairs),
             BR=triton.next_power_of_2(max(1, size - 2 * pairs)),
-            num_warps=warps, **pdl_args(x.device),
+            **pdl_args(x.device),
         )  # fmt: skip
     return out
 

@@ -1,4 +1,4 @@
-"""Selection of the best blocks of a row that one program holds.
+"""Selection of the best blocks, or buckets, of a row that one program holds.
 
 They are found without sorting: bisection over the bits of the scores finds the smallest score to
 select. If this score is tied, the first of the tied blocks are selected.
@@ -29,19 +29,17 @@ def best_of_row(score, visible, always, count, threshold, exponent, edge_exponen
     ``visible`` may be selected, and ``always``, a part of them, must be. All that follows reads
     ``key`` alone, so that a thread holds one register for each of its blocks.
     """
-    key = tl.where(visible, tl.where(always, HIGHEST, _ordered_bits(score)), LOWEST)
+    key = tl.where(visible, tl.where(always, HIGHEST, ordered_bits(score)), LOWEST)
     seen = tl.sum((key > LOWEST).to(tl.int32), 0)
     forced = tl.sum((key == HIGHEST).to(tl.int32), 0)
     wanted = tl.minimum(tl.maximum(count, forced), seen)
     v = tl.maximum(seen, 1).to(tl.float32)
     edge = tl.where(v > above, 1 - above / v, 1.0)
     limit = threshold * tl.exp2(exponent * tl.log2(v) + edge_exponent * tl.log2(edge))
-    limit = _ordered_bits(tl.where(v > above, limit, float("inf")))
+    limit = ordered_bits(tl.where(v > above, limit, float("inf")))
     reach = tl.sum((key >= limit).to(tl.int32), 0)
     nans = tl.sum((key == NAN).to(tl.int32), 0)  # they rank first, but reach no limit
 
-    # Invariant: `reached` keys, at least `wanted`, are >= low; fewer, or only those in `always`,
-    # are >= high.
     low, reached = tl.min(tl.where(key > LOWEST, key, HIGHEST), 0), seen
     high = tl.max(tl.where(key == HIGHEST, LOWEST, key), 0) + 1
     if nans == 0:
@@ -51,6 +49,27 @@ def best_of_row(score, visible, always, count, threshold, exponent, edge_exponen
             high = tl.minimum(high, limit)
     if wanted == forced:  # only the blocks in `always`
         low, reached = high, forced
+    taken = _largest(key, low, high, reached, wanted)
+    return taken | ((key >= limit) & (key != NAN))
+
+
+@triton.jit
+def largest_of_row(score, live, wanted):
+    """Returns the ``wanted`` largest of the ``live`` scores ``[COLS]``, 1 to all of them; of equal
+    ones the first. NaN is the largest.
+    """
+    key = tl.where(live, ordered_bits(score), LOWEST)
+    low = tl.min(tl.where(live, key, HIGHEST), 0)
+    return _largest(key, low, tl.max(key, 0) + 1, tl.sum(live.to(tl.int32), 0), wanted)
+
+
+@triton.jit
+def _largest(key, low, high, reached, wanted):
+    """Returns the ``wanted`` largest keys.
+
+    Invariant: ``reached`` keys, at least ``wanted``, are >= low; fewer, or only those of blocks
+    that must be read, are >= high.
+    """
     while (reached != wanted) & (low + 1 < high):
         middle = (low & high) + ((low ^ high) >> 1)  # their mean, rounded down, without overflow
         enough = tl.sum((key >= middle).to(tl.int32), 0)
@@ -67,11 +86,11 @@ def best_of_row(score, visible, always, count, threshold, exponent, edge_exponen
             enough = tl.sum(((key == low) & (c < middle)).to(tl.int32), 0)
             end = tl.where(enough >= ties, middle, end)
             begin = tl.where(enough >= ties, begin, middle)
-    return (key > low) | ((key == low) & (c < end)) | ((key >= limit) & (key != NAN))
+    return (key > low) | ((key == low) & (c < end))
 
 
 @triton.jit
-def _ordered_bits(score):
+def ordered_bits(score):
     """Maps fp32 to int32 in the same order, between LOWEST and HIGHEST; NaN is the largest."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     return tl.where(score == score, bits ^ ((bits >> 31) & 0x7FFFFFFF), NAN)

@@ -81,16 +81,15 @@ def tile_view(x: Tensor, rows: int, cols: int | None = None, heads: int = 1) -> 
     )
 
 
-def row_tile(channels: int) -> tuple[int, int, int]:
-    """Returns tokens, padded channels and warps of a program that moves rows of ``channels``; each
-    is a power of two.
+def row_tile(channels: int) -> tuple[int, int]:
+    """Returns tokens and padded channels of a program of four warps that moves rows of
+    ``channels``; each is a power of two.
 
     They do not depend on the number of tokens, so that a few do not wait for another kernel to
     compile.
     """
     padded = triton.next_power_of_2(channels)
-    rows = max(1, TILE_ELEMENTS // padded)
-    return rows, padded, min(4, max(1, rows * padded // WARP_ELEMENTS))
+    return max(1, TILE_ELEMENTS // padded), padded
 
 
 def num_sms(device: torch.device) -> int:

@@ -30,9 +30,9 @@ def read_pages(
     table: Tensor,
     first: int,
     end: int,
+    dtype: torch.dtype | None = None,
     *,
     stored_scale: Tensor | None = None,
-    dtype: torch.dtype | None = None,
     backend: Backend | None = None,
 ) -> Tensor:
     """Returns the keys, or values, at positions ``first`` to ``end - 1`` of a sequence:
@@ -47,9 +47,8 @@ def read_pages(
         raise ValueError(
             f"stored.shape={tuple(stored.shape)}: expected [P, page_size, Hkv, D], each at least 1"
         )
-    if stored.dtype != FP8:
-        dtype = dtype or stored.dtype
-    if dtype is None or not dtype.is_floating_point or stored.dtype not in (dtype, FP8):
+    dtype = dtype or stored.dtype
+    if dtype == FP8 or not dtype.is_floating_point or stored.dtype not in (dtype, FP8):
         raise ValueError(f"dtype={dtype}: expected that of the result, of stored {stored.dtype}")
     check_tensor("table", table, torch.int32, (len(table),), "stored", stored)
     capacity = len(table) * stored.shape[1]
@@ -75,11 +74,11 @@ def read_pages(
 def launch(stored: Tensor, table: Tensor, first: int, out: Tensor, scale: Tensor | None) -> None:
     """Launches the kernel."""
     heads, tokens, size = out.shape
-    rows, padded, warps = row_tile(size)
+    rows, padded = row_tile(size)
     _read_kernel[(triton.cdiv(tokens, rows), heads)](
         stored, table.contiguous(), out, scale, first, tokens, *stored.stride(),
         head_stride(scale), PAGE=stored.shape[1], SIZE=size, BT=rows, BD=padded,
-        num_warps=warps, **pdl_args(stored.device),
+        **pdl_args(stored.device),
     )  # fmt: skip
 
 

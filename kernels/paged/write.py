@@ -146,7 +146,7 @@ def launch(
 ) -> None:
     """Launches the kernel; the grid depends only on shapes."""
     heads, tokens, size = k.shape
-    rows, padded, warps = row_tile(size)
+    rows, padded = row_tile(size)
     _write_kernel[(triton.cdiv(tokens, rows), heads)](
         k, v, keys, values, pages, offsets, ids, buckets, k_scale, v_scale, tokens,
         *k.stride(), *v.stride(), *keys.stride(), *values.stride(), pages.stride(0),
@@ -155,7 +155,7 @@ def launch(
         *((0, 0, 0) if buckets is None else buckets.stride()),
         head_stride(k_scale), head_stride(v_scale),
         SIZE=size, BT=rows, BD=padded, TO_FP8=keys.dtype == FP8,
-        num_warps=warps, **pdl_args(k.device),
+        **pdl_args(k.device),
     )  # fmt: skip
 
 
@@ -203,11 +203,11 @@ def _write_kernel(
 def launch_rounding(k: Tensor, k_scale: Tensor | None) -> Tensor:
     """Launches the kernel of :func:`round_keys`."""
     heads, tokens, size = k.shape
-    rows, padded, warps = row_tile(size)
+    rows, padded = row_tile(size)
     out = torch.empty_like(k)
     _round_kernel[(triton.cdiv(tokens, rows), heads)](
         k, out, k_scale, tokens, *k.stride(), *out.stride(), head_stride(k_scale),
-        SIZE=size, BT=rows, BD=padded, num_warps=warps, **pdl_args(k.device),
+        SIZE=size, BT=rows, BD=padded, **pdl_args(k.device),
     )  # fmt: skip
     return out
 

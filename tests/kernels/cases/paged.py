@@ -361,12 +361,14 @@ CASES = {
         read.read_pages,
         lambda device: (
             drawn(device, stored=(5, 8, 2, 16))
-            | {"table": torch.tensor([4, 0, 2], dtype=INT, device=device), "first": 3, "end": 21}
+            | {"table": torch.tensor([4, 0, 2], dtype=INT, device=device)}
+            | {"first": 3, "end": 21}
         ),
         compile_read_pages,
         [
             ({"stored": zeros(8, 2, 16)}, r"stored.shape=\(8, 2, 16\)"),
-            ({"stored": zeros(5, 8, 2, 16).to(FP8)}, "dtype=None: expected that of the result"),
+            ({"stored": zeros(5, 8, 2, 16).to(FP8)}, "dtype=torch.float8_e4m3fn: expected"),
+            ({"stored": zeros(5, 8, 2, 16, dtype=INT)}, "dtype=torch.int32: expected"),
             ({"dtype": HALF}, "dtype=torch.float16: expected that of the result"),
             ({"table": zeros(3, dtype=LONG)}, "table is torch.int64"),
             ({"end": 25}, "end=25: expected 0 <= first < end <= 24"),

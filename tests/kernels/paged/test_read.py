@@ -31,8 +31,6 @@ def test_equals_indexing(
         position = torch.arange(first, end, device=device)
         want = stored.float()[table[position // page_size].long(), position % page_size]
         want = dequantize(want.transpose(0, 1), scale, dtype)
-        got = read_pages(
-            stored, table, first, end, stored_scale=scale, dtype=dtype, backend=backend
-        )
+        got = read_pages(stored, table, first, end, dtype, stored_scale=scale, backend=backend)
         assert got.is_contiguous()
         assert torch.equal(got, want)

@@ -19,6 +19,8 @@ from msattn.trainer import artifacts
 from msattn.trainer.commands.compose import compose
 from msattn.trainer.config import FitKMeansConfig, KMeansConfig
 from msattn.trainer.errors import UserError
+from msattn.trainer.methods.buckets import Buckets
+from msattn.trainer.methods.budgets import Probes
 from msattn.trainer.methods.classifier.clustering import (
     batched_kmeans,
     faiss_kmeans,
@@ -31,6 +33,7 @@ from msattn.trainer.methods.classifier.clustering import (
 )
 from msattn.trainer.methods.classifier.fit_kmeans import collect_keys, fit_kmeans
 from msattn.trainer.methods.classifier.kmeans import FEW_KEYS, KMeans
+from msattn.trainer.models.layer_attention import Angles, LayerInputs, Scoring
 from tests.factory import random_partition, random_tokens, tiny_model
 from tests.jobs import Job, prepare
 
@@ -341,6 +344,10 @@ def test_kmeans_routing_matches_plain_products(rope: bool) -> None:
         dim=1,
     )
     torch.testing.assert_close(scores.double(), expected, rtol=0, atol=1e-5)
+    flat, k = torch.zeros(1, 20, 0), before
+    x = LayerInputs(1, q_after, k, k, q_before, k, Angles(flat, flat), Scoring(1.0))
+    visited = kmeans.visit(x, Probes(2), Buckets(lambda: torch.zeros(2, 3, 7)))
+    assert torch.equal(visited.long(), expected.topk(2).indices.sort(-1).values)
     head_expected = torch.stack(
         [queries[:, h] @ centroids[0, h // 2].double().T for h in range(6)], dim=1
     )

@@ -165,7 +165,7 @@ class PagedState:
         """
         scale = self.scales(layer).get("v_scale" if values else "k_scale")
         stored = self.caches[layer][int(values)]
-        return read_pages(stored, table, first, end, stored_scale=scale, dtype=dtype)[None]
+        return read_pages(stored, table, first, end, dtype, stored_scale=scale)[None]
 
     def pool_keys(self, x: LayerInputs, prompt: PromptChunk, rotation: Rotation | None) -> Tensor:
         """Returns the pooled keys of all blocks of a sequence, and keeps those of whole blocks.
