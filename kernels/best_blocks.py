@@ -186,7 +186,7 @@ def launch_best(
 _softmax_operator = register_op(
     "block_softmax", launch_softmax, reference.block_softmax, lambda x, *_: x.new_empty(x.shape)
 )
-_softmax_operator.register_autograd(_softmax_backward, setup_context=_save)
+torch.library.register_autograd(_softmax_operator, _softmax_backward, setup_context=_save)
 _best_operator = register_op(
     "best_blocks",
     launch_best,

@@ -28,6 +28,7 @@ from msattn.kernels.common.bucket_checks import (
     check_one_query,
 )
 from msattn.kernels.common.checks import (
+    check_no_gradient,
     check_per_sequence,
     check_qkv,
     resolve_backend,
@@ -131,8 +132,8 @@ def bucket_decode(
         by the reference; the kernel reads only inside the cache for any values, and nothing for a
         probe out of range.
     NotImplementedError
-        In the backward pass, as the operation is for inference; with ``counts`` it is PyTorch's
-        RuntimeError.
+        In the backward pass, as the operation is for inference; with ``counts`` when it is called,
+        if a gradient would be needed.
     """
     check_qkv(q, k, v)
     check_one_query(q)
@@ -165,6 +166,7 @@ def bucket_decode(
     )
     if counts is None:
         return SparseAttention(*_operator(*arguments, backend))
+    check_no_gradient("bucket_decode with counts", q, k, v)
     return SparseAttention(*_counting_operator(*arguments, counts, backend))
 
 

@@ -6,6 +6,7 @@ in base 2 inside a kernel (``scale2 = scale * log2(e)``) and are stored in base 
 """
 
 import math
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,6 +93,7 @@ def row_tile(channels: int) -> tuple[int, int]:
     return max(1, TILE_ELEMENTS // padded), padded
 
 
+@cache
 def num_sms(device: torch.device) -> int:
     """Returns the number of streaming multiprocessors (SMs).
 
@@ -104,6 +106,7 @@ def num_sms(device: torch.device) -> int:
     )
 
 
+@cache  # PyTorch takes microseconds, at every launch
 def capability(device: torch.device) -> int:
     """Returns the compute capability as an integer, 90 for ``sm_90``.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from msattn.kernels.common.checks import statistics_dtype
 from msattn.kernels.types import PagedKeys
 
-Operator = Any  # the type that torch.library.custom_op returns is not public
+Operator = Any  # the type of torch.ops' members is not public
 USE_NO_GRAD = "detach its inputs, or use torch.no_grad()"
 
 
@@ -57,15 +57,18 @@ def register_op(
 
     backend = Parameter("backend", Parameter.POSITIONAL_OR_KEYWORD, annotation=str)
     dispatch.__signature__ = signature(launch).replace(parameters=[*parameters, backend])  # type: ignore[attr-defined]
-    operator = torch.library.custom_op(f"msattn::{name}", dispatch, mutates_args=mutates)
-    operator.register_fake(fake)
+    # not custom_op, whose wrappers take several times as long, and most with what is mutated
+    operator = f"msattn::{name}"
+    torch.library.define(operator, torch.library.infer_schema(dispatch, mutates_args=mutates))
+    torch.library.impl(operator, "default", dispatch)
+    torch.library.register_fake(operator, fake)
     if no_gradient is not None:
 
         def backward(ctx, *gradients):
             raise NotImplementedError(f"{name} has no gradient: {no_gradient}")
 
-        operator.register_autograd(backward)
-    return operator
+        torch.library.register_autograd(operator, backward)
+    return getattr(torch.ops.msattn, name).default
 
 
 def _fields(parameter: Parameter) -> list[Parameter]:
@@ -116,8 +119,9 @@ def register_attention(
 
     operator = register_op(name, launch, reference, empty_attention)
     backward_operator = register_op(
-        f"{name}_backward", launch_backward, reference_backward, empty_gradients
-    )
+        f"{name}_backward", launch_backward, reference_backward, empty_gradients,
+        no_gradient="it is a first derivative",
+    )  # fmt: skip
 
     def save(ctx, inputs, output):
         given = dict(zip(names, inputs, strict=True))
@@ -132,7 +136,7 @@ def register_attention(
         gradients = dict(zip(differentiable, results, strict=True))
         return tuple(gradients.get(x) for x in names)
 
-    operator.register_autograd(backward, setup_context=save)
+    torch.library.register_autograd(f"msattn::{name}", backward, setup_context=save)
     return operator, backward_operator
 
 

@@ -33,6 +33,7 @@ from msattn.kernels.common.bucket_checks import (
     check_one_query,
 )
 from msattn.kernels.common.checks import (
+    check_no_gradient,
     check_tensor,
     resolve_backend,
     resolve_scale,
@@ -121,8 +122,8 @@ def paged_bucket_decode(
         If an argument is invalid. The values of ``cache.table`` and ``cache.kv_len`` are checked
         only by the reference.
     NotImplementedError
-        In the backward pass, as the operation is for inference; with ``counts`` it is PyTorch's
-        RuntimeError.
+        In the backward pass, as the operation is for inference; with ``counts`` when it is called,
+        if a gradient would be needed.
     """
     check_paged_decode(q, cache)
     check_one_query(q)
@@ -138,6 +139,7 @@ def paged_bucket_decode(
     arguments = (q, *cache, buckets, probes, recent_of, recent, sink, scale, softcap)
     if counts is None:
         return SparseAttention(*_operator(*arguments, backend))
+    check_no_gradient("paged_bucket_decode with counts", q, cache.k, cache.v)
     return SparseAttention(*_counting_operator(*arguments, counts, backend))
 
 

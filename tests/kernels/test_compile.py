@@ -107,7 +107,8 @@ def compile_operations(heads: Heads, operations: Sequence[str]) -> None:
 
     driver = CompileOnly()
     triton.runtime.driver.set_active(driver)  # type: ignore[arg-type]
-    primitives.capability = lambda device: driver.sm  # before other modules import it
+    # before other modules import it
+    primitives.capability = lambda device: driver.sm  # type: ignore[assignment]
     from tests.kernels.cases.every import CASES
 
     for driver.operation, driver.sm in itertools.product(operations, heads):

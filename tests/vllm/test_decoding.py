@@ -56,7 +56,7 @@ def test_passes_that_are_captured_wait_for_no_device(group: Any) -> None:
     """Fake tensors have no values that could be read."""
     builder, given = group.get_metadata_builder(), padded()
     support = builder.get_cudagraph_support(builder.vllm_config, builder.kv_cache_spec)
-    assert support == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    assert support == AttentionCGSupport.UNIFORM_BATCH
     layer = builder.vllm_config.compilation_config.static_forward_context[group.layer_names[0]]
     q, k, v = heads(layer.impl, PADDED)
     with FakeTensorMode(allow_non_fake_inputs=True):

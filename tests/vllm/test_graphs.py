@@ -5,11 +5,12 @@ a GPU.
 from typing import Any
 
 import pytest
+from vllm.compilation import monitor
 from vllm.platforms import current_platform
 
 from msattn.trainer.serving.engines.vllm.backend import Builder, clear_stats, stats
 from tests.factory import prompts_of
-from tests.vllm.engines import EVERY_KEY, answers, cached_tokens, engine
+from tests.vllm.engines import EVERY_KEY, MODEL, answers, cached_tokens, engine
 
 SPARSE: dict[str, Any] = {"gate": "embedded", "qmodel": "embedded", "dense_below": 0}
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8]}
@@ -63,6 +64,31 @@ def test_captured_passes_give_the_tokens_of_others(
     with engine(options, enforce_eager=False, compilation_config=GRAPHS, **given) as llm:
         assert {1, 2, 4, 8} <= set(captured)
         assert answers(llm, prompts) == expected
+
+
+@pytest.mark.gpu
+def test_captured_passes_of_drafts_give_the_tokens_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A draft model always finds its three drafts."""
+    monkeypatch.setattr(type(current_platform), "_global_graph_pool", None)
+    # engines with drafts forbid further captures in their process when they have captured
+    monkeypatch.setattr(monitor, "cudagraph_capturing_enabled", True)
+    prompts, captured = prompts_of(64, 700, 333, 65), set[int]()
+    build = Builder.build_for_cudagraph_capture
+    monkeypatch.setattr(
+        Builder,
+        "build_for_cudagraph_capture",
+        lambda self, given: (captured.add(given.max_query_len), build(self, given))[1],
+    )
+    drafts = {"method": "draft_model", "model": str(MODEL), "num_speculative_tokens": 3}
+    given = {"speculative_config": drafts, "max_num_batched_tokens": 2048, "max_num_seqs": 4}
+    with engine(SPARSE, **given) as llm:
+        expected = [answers(llm, [prompt]) for prompt in prompts]
+    graphs = GRAPHS | {"cudagraph_capture_sizes": [4, 8, 16]}
+    with engine(SPARSE, enforce_eager=False, compilation_config=graphs, **given) as llm:
+        assert 4 in captured
+        assert [answers(llm, [prompt]) for prompt in prompts] == expected
 
 
 @pytest.mark.gpu

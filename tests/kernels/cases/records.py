@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
+from torch._ops import OpOverload
 
 from msattn.kernels.testing import random_pages, random_qkv, starts
 from msattn.kernels.types import PagedKeys
@@ -83,10 +83,10 @@ class Cases(NamedTuple):
         return {*inspect.signature(self.function).parameters}
 
     @property
-    def operators(self) -> dict[str, CustomOpDef]:
+    def operators(self) -> dict[str, OpOverload]:
         """Custom operators of the function's module, by name."""
         module = vars(sys.modules[self.function.__module__])
-        return {name: x for name, x in module.items() if isinstance(x, CustomOpDef)}
+        return {name: x for name, x in module.items() if isinstance(x, OpOverload)}
 
 
 def drawn(device: str, **shapes: tuple[int, ...]) -> Arguments:

@@ -244,15 +244,18 @@ def _group(
     counts = torch.tensor([0, *(item.queries for item in items)])
     cu_queries = counts.cumsum(0, dtype=torch.int32).to(kv_len.device)
     table = pad_sequence([item.table for item in items], batch_first=True)
-    tokens = _rows(items, kv_len.device)
+    tokens = _rows([(item.first, item.tokens.stop) for item in items], kv_len.device)
     return PromptPages(state, tokens, table, kv_len[numbers], items, decisions, cu_queries)
 
 
-def _rows(items: list[PromptChunk], device: torch.device) -> Rows:
-    first, end = items[0].first, items[-1].tokens.stop
-    if sum(item.queries for item in items) == end - first:
+def _rows(spans: Sequence[tuple[int, int]], device: torch.device) -> Rows:
+    """Returns the tokens of increasing spans, as a slice if they are adjacent: its views copy
+    nothing.
+    """
+    first, end = spans[0][0], spans[-1][1]
+    if sum(stop - start for start, stop in spans) == end - first:
         return slice(first, end)
-    return torch.cat([torch.arange(item.first, item.tokens.stop) for item in items]).to(device)
+    return torch.cat([torch.arange(*span) for span in spans]).to(device)
 
 
 def _decoded(
@@ -265,7 +268,7 @@ def _decoded(
         return None
     numbers, tokens, keys = map(list, zip(*rows, strict=True))
     kv_len = torch.tensor(keys, dtype=torch.int32, device=table.device)
-    where = torch.tensor(tokens, device=table.device)
+    where = _rows([(token, token + 1) for token in tokens], table.device)
     return TokenPages(state, where, table[numbers], kv_len, max(keys))
 
 
