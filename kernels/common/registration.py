@@ -60,7 +60,7 @@ def register_op(
     # not custom_op, whose wrappers take several times as long, and most with what is mutated
     operator = f"msattn::{name}"
     torch.library.define(operator, torch.library.infer_schema(dispatch, mutates_args=mutates))
-    torch.library.impl(operator, "default", dispatch)
+    torch.library.impl(operator, "default", torch.compiler.disable(dispatch))
     torch.library.register_fake(operator, fake)
     if no_gradient is not None:
 

@@ -4,6 +4,7 @@ gradients or their refusal.
 
 import sys
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -67,6 +68,24 @@ def test_operator(operation: str, backend: Backend, steady_device: str) -> None:
             with pytest.raises(NotImplementedError, match="no gradient"):
                 _sum_of_squares(cases.function(**given)).backward()
             leaves[0].requires_grad_(False)
+
+
+def test_compilation_never_looks_into_operators() -> None:
+    """Also where it gave up on the function that calls them: kernels would be compiled again for
+    each shape, or fail.
+    """
+    graphs, lock = [], Lock()
+    operands = torch.randn(2, 1, 2, 3, 16), torch.randn(2, 1, 2, 3), "torch"
+
+    def merge() -> tuple[Tensor, ...]:
+        with lock:
+            torch._dynamo.graph_break()
+            return torch.ops.msattn.merge_states(*operands)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(merge, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    assert_same(compiled(), merge())
+    assert not graphs
 
 
 def _sum_of_squares(result: Any) -> Tensor:

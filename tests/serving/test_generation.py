@@ -222,8 +222,10 @@ def test_turns_over_one_cache(where: str, small_buffers: None) -> None:
         assert sparse.stats()["selectivity"] == 1
 
 
-def test_few_tokens_with_gradients_are_dense(where: str) -> None:
-    model = tiny_model().to(where).requires_grad_(True)
+@pytest.mark.parametrize("trained", ["model.layers.1.self_attn.k_proj", "model"])
+def test_few_tokens_with_gradients_are_dense(where: str, trained: str) -> None:
+    model = tiny_model().to(where).requires_grad_(False)
+    model.get_submodule(trained).requires_grad_(True)
     ids = random_tokens(1, 70).to(where)
     cache = DynamicCache(config=model.config)
     with attach(model, **ROUTED) as sparse:
@@ -231,4 +233,4 @@ def test_few_tokens_with_gradients_are_dense(where: str) -> None:
             model(ids[:, :60], past_key_values=cache)
         model(ids[:, 60:], past_key_values=cache).logits.sum().backward()
         assert sparse.stats()["dense_fallbacks"] == 1
-    assert model.model.embed_tokens.weight.grad is not None
+    assert model.model.layers[1].self_attn.k_proj.weight.grad is not None

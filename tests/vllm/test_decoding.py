@@ -52,18 +52,25 @@ def test_padded_passes_are_computed_as_others(group: Any) -> None:
     torch.testing.assert_close(got[:, : len(LENGTHS)], attend(group, unpadded))
 
 
-def test_passes_that_are_captured_wait_for_no_device(group: Any) -> None:
-    """Fake tensors have no values that could be read."""
+@pytest.mark.parametrize("number", [1, 2])
+def test_passes_that_are_captured_wait_for_no_device(group: Any, number: int) -> None:
+    """Of new tokens, or of some of their drafts. Fake tensors have no values that could be read."""
     builder, given = group.get_metadata_builder(), padded()
+    given = replace(
+        given, seq_lens=given.seq_lens[::number], num_reqs=PADDED // number, max_query_len=number,
+        query_start_loc=given.query_start_loc[::number],
+        block_table_tensor=given.block_table_tensor[::number],
+    )  # fmt: skip
     support = builder.get_cudagraph_support(builder.vllm_config, builder.kv_cache_spec)
     assert support == AttentionCGSupport.UNIFORM_BATCH
     layer = builder.vllm_config.compilation_config.static_forward_context[group.layer_names[0]]
     q, k, v = heads(layer.impl, PADDED)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        metadata = builder.build(0, given)
+        metadata = replace(builder.build(0, given), drafts=4)
         metadata.begin_pass()
         metadata.inputs(0, q, k, v, scale=1.0, softcap=None)
     assert metadata.current.decoded is not None
+    assert len(metadata.current.decoded.kv_len) == PADDED
     assert not metadata.current.prompts
 
 
@@ -99,7 +106,7 @@ def test_layers_run_before_they_are_captured(group: Any, monkeypatch: pytest.Mon
         for name, kept in zip(group.layer_names, held, strict=True)
     )
     builder.build_for_cudagraph_capture(replace(given, max_query_len=2))
-    assert len(ran) == len(group.layer_names)  # graphs hold single tokens only
+    assert len(ran) == len(group.layer_names)  # graphs hold new tokens only
 
 
 def test_statistics_are_cleared(group: Any) -> None:

@@ -226,8 +226,9 @@ class Sparse(NotCopied):
             known = keys.knows_blocks(x, self.dispatch.gate, self.rotation)
             decision = self.dispatch.decide_prompt(x.num_queries, x.num_keys, known=known)
             return self._prompt(x, keys, [decision])
-        # attention over buckets has no gradient
-        return self._new_tokens(x, keys, None if x.q.requires_grad else routed)
+        if any(each.requires_grad for each in (x.q, x.k, x.v)):
+            routed = None  # attention over buckets has no gradient
+        return self._new_tokens(x, keys, routed)
 
     def attend_step(self, x: LayerInputs, window: Tensor, *, dense: bool) -> Tensor:
         """Returns the attention of one layer in a decoding step, ``[B, Hq, 1, D]``, and reads no

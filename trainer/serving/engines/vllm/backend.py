@@ -87,7 +87,7 @@ class Backend(AttentionBackend):
 class Builder(AttentionMetadataBuilder[Metadata]):
     """Describes passes, and holds the artifacts and the state of the pages."""
 
-    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH  # one token, or one and all drafts
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH  # with drafts: of one and all drafts
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device

@@ -50,10 +50,12 @@ class Metadata:
 
     @property
     def new_tokens(self) -> int:
-        """The number of new tokens of every request, if it is 1 or that with all drafts; else 0."""
+        """The number of new tokens of every request, drafts included, if it is the same; else
+        0.
+        """
         number = self.given.max_query_len
         equal = number * len(self.given.seq_lens) == self.tokens
-        return number if equal and number in (1, 1 + self.drafts) else 0
+        return number if equal and number <= 1 + self.drafts else 0
 
     def inputs(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
