@@ -58,9 +58,10 @@ def register_op(
     backend = Parameter("backend", Parameter.POSITIONAL_OR_KEYWORD, annotation=str)
     dispatch.__signature__ = signature(launch).replace(parameters=[*parameters, backend])  # type: ignore[attr-defined]
     # not custom_op, whose wrappers take several times as long, and most with what is mutated
-    operator = f"msattn::{name}"
-    torch.library.define(operator, torch.library.infer_schema(dispatch, mutates_args=mutates))
-    torch.library.impl(operator, "default", torch.compiler.disable(dispatch))
+    schema = torch.library.infer_schema(dispatch, mutates_args=mutates)
+    torch.library.define(f"msattn::{name}", schema)
+    torch.library.impl(f"msattn::{name}", "default", torch.compiler.disable(dispatch))
+    operator = getattr(torch.ops.msattn, name).default
     torch.library.register_fake(operator, fake)
     if no_gradient is not None:
 
@@ -68,7 +69,7 @@ def register_op(
             raise NotImplementedError(f"{name} has no gradient: {no_gradient}")
 
         torch.library.register_autograd(operator, backward)
-    return getattr(torch.ops.msattn, name).default
+    return operator
 
 
 def _fields(parameter: Parameter) -> list[Parameter]:
@@ -136,7 +137,7 @@ def register_attention(
         gradients = dict(zip(differentiable, results, strict=True))
         return tuple(gradients.get(x) for x in names)
 
-    torch.library.register_autograd(f"msattn::{name}", backward, setup_context=save)
+    torch.library.register_autograd(operator, backward, setup_context=save)
     return operator, backward_operator
 
 
